@@ -205,6 +205,8 @@ def profile_memory(
     >>> print(profile, *profile.advice(), sep="\\n")
     >>> profile_memory(model, tokens).peak_allocated
     """
+    if function is not None and not callable(function):
+        raise TypeError(f"function is a {type(function).__name__}; expected a function, or none for a block of code")
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {where}; expected a CUDA device or the CPU, for which torch reports allocations")

@@ -138,6 +138,13 @@ def check_counts(head_dim: Any, num_heads: Any, num_kv_heads: Any, *, most: int 
     return head_dim, num_heads, num_kv_heads
 
 
+def check_dtype(dtype: Any) -> torch.dtype:
+    """Checks the dtype of a call that is asked about and not made."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype is {shown(dtype)} ({type(dtype).__name__}); expected a floating torch.dtype, such as torch.bfloat16")
+    return dtype
+
+
 def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
     if scale is None:
         return head_dim**-0.5

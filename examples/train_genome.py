@@ -314,7 +314,7 @@ def report(args: argparse.Namespace, reading: Reading, trainer: Trainer, found: 
     lowest = min(rows, key=lambda row: row.interpolated)
     print(
         f"done: held-out {bits:.4f} bits per base, {verdict}; all orders to {lowest.k} interpolated {lowest.interpolated:.4f}; "
-        f"{len(steps)} steps in {trainer.done.seconds:.0f} s"
+        f"{len(steps)} steps in {trainer.done.seconds:.0f} s{trainer.remark}"
     )
     return 1 if args.expect_below_markov and verdict.startswith("not") else 0
 

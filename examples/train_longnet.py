@@ -205,7 +205,7 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
     is_below = bits < min(entropy.values())
     verdict = "below" if is_below else "not below both"
     figures = f"{bits:.3f} bits per byte, {verdict}: unigram {entropy['unigram']:.3f}, bigram {entropy['bigram']:.3f} of the same text"
-    print(f"done: validation {figures}; {trainer.done.step} steps in {trainer.done.seconds:.0f} s")
+    print(f"done: validation {figures}; {trainer.done.step} steps in {trainer.done.seconds:.0f} s{trainer.remark}")
     return 1 if args.expect_below_bigram and not is_below else code
 
 

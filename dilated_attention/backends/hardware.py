@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dilated_attention.pattern.checks import shown
+
 logger = logging.getLogger("dilated_attention")
 # key in Hardware.packages → the module that must be importable
 PACKAGES = {
@@ -68,6 +70,23 @@ def detect(device: torch.device | str | None = None) -> Hardware:
     device = torch.device(device)
     index = device.index if device.index is not None else (torch.cuda.current_device() if device.type == "cuda" else 0)
     return _detect(device.type, index)
+
+
+def hardware_of(device: Any, hardware: Any) -> Hardware:
+    """Returns the machine that an explanation is asked about: ``hardware``, or the one of ``device``."""
+    if hardware is None:
+        try:
+            return detect(device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            kind, reason = TypeError if isinstance(error, TypeError) else ValueError, str(error).splitlines()[0]
+            raise kind(f"device is {shown(device)}; expected one of this machine, such as 'cpu', or hardware=: {reason}") from error
+    if device is not None:
+        raise ValueError(f"device is {device!r} and hardware is given too; ask about one of them")
+    if not isinstance(hardware, Hardware):
+        raise TypeError(
+            f"hardware is {shown(hardware)} ({type(hardware).__name__}); expected a Hardware, such as factory.hardware.EXAMPLES['hopper']"
+        )
+    return hardware
 
 
 @functools.lru_cache(maxsize=32)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends import PRECISIONS, AttentionRequest, BackendUnavailable, Hardware, detect, registry
+from dilated_attention.backends import PRECISIONS, AttentionRequest, BackendUnavailable, Hardware, registry
+from dilated_attention.backends.hardware import hardware_of
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.engine.kernels import tiles_choice
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, check_bool, checked_block_size, one_of, shown
-from dilated_attention.validation import check_counts, check_probability, check_scale, check_softcap
+from dilated_attention.validation import check_counts, check_dtype, check_probability, check_scale, check_softcap
 
 
 def list_backends() -> tuple[str, ...]:
@@ -143,9 +144,7 @@ def explain_backend(
 
     The other arguments are those of ``dilated_attention``.
     """
-    if device is not None and hardware is not None:
-        raise ValueError(f"device is {device!r} and hardware is given too; ask about one of them")
-    machine = hardware or detect(device)
+    machine = hardware_of(device, hardware)
     if dtype is None:
         dtype = torch.float32
         if machine.device_type == "cuda":
@@ -158,20 +157,21 @@ def explain_backend(
         num_positions = as_int("num_positions", num_positions, minimum=1)
         length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
     head_dim, num_heads, num_kv_heads = check_counts(head_dim, num_heads, num_kv_heads)
+    check_bool("needs_grad", needs_grad)
     torch_deterministic = torch.are_deterministic_algorithms_enabled()
     request = AttentionRequest(
         hardware=machine,
-        dtype=dtype,
+        dtype=check_dtype(dtype),
         head_dim=head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        causal=is_causal,
-        key_mask=key_padding_mask,
-        window=window,
+        causal=check_bool("is_causal", is_causal),
+        key_mask=check_bool("key_padding_mask", key_padding_mask),
+        window=check_bool("window", window),
         dropout=check_probability("dropout_p", dropout_p) > 0,
         softcap=check_softcap(softcap, check_scale(None, head_dim), dtype) > 0,
         bias=check_bool("bias", bias),
-        deterministic=deterministic or torch_deterministic,
+        deterministic=check_bool("deterministic", deterministic) or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,
         precision=precision,

@@ -8,7 +8,8 @@ import torch
 from typing_extensions import Unpack
 
 from dilated_attention import validation as check
-from dilated_attention.backends import AttentionRequest, Hardware, detect
+from dilated_attention.backends import AttentionRequest, Hardware
+from dilated_attention.backends.hardware import hardware_of
 from dilated_attention.engine.decode import dispatch as select
 from dilated_attention.engine.decode.dispatch import Explained
 from dilated_attention.engine.decode.keys import row_keys
@@ -108,10 +109,10 @@ def explain_decode(
         dense: whether rows read every key before them.
     """
     select.check_name(backend)
-    machine = hardware or detect(device)
+    machine, dtype = hardware_of(device, hardware), check.check_dtype(dtype)
     head_dim, num_heads, num_kv_heads = check.check_counts(head_dim, num_heads, num_kv_heads)
     request = AttentionRequest(hardware=machine, dtype=dtype, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    return select.explain(request, dense, backend)
+    return select.explain(request, check.check_bool("dense", dense), backend)
 
 
 def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> None:

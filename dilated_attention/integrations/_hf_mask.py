@@ -10,6 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from dilated_attention.distributed.sharding.layout import local_positions, shard_sequence
+from dilated_attention.models.text import check_tokens
+from dilated_attention.validation import not_a_tensor
+
+# inputs that have a value for each position
+_OF_POSITIONS = ("labels", "shift_labels", "attention_mask", "position_ids", "token_type_ids", "seq_idx")
 
 # names of mask functions in transformers.masking_utils; those that are made by a function keep their settings in closure variables
 _CAUSAL = "causal_mask_function"
@@ -357,8 +362,8 @@ def shard_inputs(
         A new dict to call the model with: ``model(**shard_inputs(inputs))``, (B, n, …).
 
     Raises:
-        ValueError: if neither ``input_ids`` nor ``inputs_embeds`` is given, several rows hold packed documents, or the mask holds other
-            numbers than 0 and 1.
+        ValueError, TypeError: if neither ``input_ids`` nor ``inputs_embeds`` is given, labels, masks or positions are not of their shape,
+            several rows hold packed documents, or the mask holds other numbers than 0 and 1.
     """
     if group is not None and mesh is not None:
         raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
@@ -366,6 +371,13 @@ def shard_inputs(
     first = sequence_of(inputs)
     batch, length = first.shape[:2]
     whole = dict(inputs)
+    for name in _OF_POSITIONS:
+        x, expected = whole.get(name), f"a value for each position, {(batch, length)}"
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise not_a_tensor(name, x, expected)
+        # masks of pairs and positions of images have more dimensions
+        if x is not None and x.ndim < 3 and tuple(x.shape) not in ((batch, length), (1, length) if name == "position_ids" else ()):
+            raise ValueError(f"{name} has shape {tuple(x.shape)} beside a sequence of {(batch, length)}; expected {expected}")
     if whole.get("labels") is not None and "shift_labels" not in whole:
         whole["shift_labels"] = torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=ignore_index)
     if whole.get("shift_labels") is not None:
@@ -394,6 +406,12 @@ def sequence_of(inputs: Mapping[str, Any]) -> torch.Tensor:
         raise ValueError(
             f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
         )
+    if inputs.get("input_ids") is not None:
+        check_tokens("input_ids", first)
+    elif not isinstance(first, torch.Tensor):
+        raise not_a_tensor("inputs_embeds", first, "a tensor (batch, sequence, width)")
+    elif first.ndim != 3:
+        raise ValueError(f"inputs_embeds has shape {tuple(first.shape)}; expected (batch, sequence, width)")
     return first
 
 

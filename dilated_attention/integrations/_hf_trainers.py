@@ -38,18 +38,18 @@ def check_trainer(trainer: Any) -> None:
             "context_parallel(accelerator, model, size=…). Other losses, such as those of preferences and rewards, need whole sequences: "
             "train without context_parallel"
         )
-    against = {
-        "label_smoothing_factor": args.label_smoothing_factor != 0,
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "model_init": trainer.model_init is not None,
-        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
-        "deepspeed": bool(args.deepspeed),
-        "train_sampling_strategy": getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
-        "eval_use_gather_object": args.eval_use_gather_object,
-    }
-    for option, is_given in against.items():
+    rebalances = getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
+    for option, is_given, reason in (
+        ("label_smoothing_factor", args.label_smoothing_factor != 0, "its loss reads the logits of a whole sequence"),
+        ("compute_loss_func", trainer.compute_loss_func is not None, "such a loss may read the logits of a whole sequence"),
+        ("model_init", trainer.model_init is not None, "train() would make a new model, which shares nothing"),
+        ("neftune_noise_alpha", args.neftune_noise_alpha is not None, "its noise depends on the length, of which a process has a part"),
+        ("deepspeed", bool(args.deepspeed), "its engine takes gradients over, which is not supported"),
+        ("train_sampling_strategy", rebalances, "it gives the processes of a group different batches"),
+        ("eval_use_gather_object", args.eval_use_gather_object, "every process of a group would add its objects once"),
+    ):
         if is_given:
-            raise ValueError(f"{option} is set: it needs whole sequences, other batches or a new model; expected a Trainer without it")
+            raise ValueError(f"{option} is set: {reason}; expected a Trainer without it")
     if args.n_gpu > 1:
         raise ValueError(
             f"one process with {args.n_gpu} GPUs, which is torch's DataParallel; expected a process for each (torchrun), or "

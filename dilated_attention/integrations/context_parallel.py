@@ -257,6 +257,8 @@ class ContextParallel:
 def _check_model(model: Any, base: Any) -> None:
     """Refuses, by ValueError or TypeError, models whose loss is no sum over positions or whose layers mix them other than by attention."""
     name = type(base).__name__
+    if str(getattr(getattr(base, "config", None), "_attn_implementation", "")).startswith("context_parallel_"):
+        raise ValueError(f"{name} is under context_parallel already; expected remove() of what the call before returned, or no second call")
     if not hasattr(base, "loss_function") or not hasattr(base, "config"):
         raise TypeError(f"model is a {name}; expected a model of transformers before it is prepared, e.g. LlamaForCausalLM")
     parameters = inspect.signature(type(base).forward).parameters.values()
@@ -375,7 +377,9 @@ def context_parallel(
             size = as_int("size", size, minimum=1)
             world = dist.get_world_size() if dist.is_initialized() else 1
             if world % size:
-                raise ValueError(f"size is {size} and there are {world} processes; expected a divisor")
+                raise ValueError(
+                    f"size is {size} and there are {world} processes; expected a divisor: start it by torchrun --nproc_per_node {size}"
+                )
             if world > 1:
                 place = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
         handle = ContextParallel(model, place, layout=layout, exchange=exchange, timeout=timeout, undo=undo)

@@ -16,9 +16,11 @@ import torch
 
 from dilated_attention.integrations._weights import read_weights
 from dilated_attention.integrations.torchscale import load_slide_encoder
+from dilated_attention.models.config import as_size
 from dilated_attention.models.images.slide_config import GIGAPATH_MAX_WSI_SIZE, SlideEncoderConfig
 from dilated_attention.models.images.slide_encoder import SlideEncoder
 from dilated_attention.pattern.checks import one_of
+from dilated_attention.validation import check_bool, check_probability
 
 __all__ = ["LongNetViT", "create_model"]
 
@@ -51,7 +53,7 @@ class LongNetViT(SlideEncoder):
         Returns:
             [(B, E)], or with ``all_layer_embed`` one such tensor for the input and one for each block.
         """
-        if all_layer_embed:
+        if check_bool("all_layer_embed", all_layer_embed):
             return list(super().forward(x, coords, all_layers=True, **options))
         return [super().forward(x, coords, **options)]
 
@@ -91,14 +93,15 @@ def create_model(
             prints a line and goes on with random weights.
     """
     one_of("model_arch", model_arch, tuple(_ARCHITECTURES))
+    in_chans = as_size("in_chans", in_chans)
     width, layers = _ARCHITECTURES[model_arch]
     settings: dict[str, Any] = {
         "max_wsi_size": max_wsi_size,
         "tile_size": tile_size,
-        "grid_size": slide_ngrids,
+        "grid_size": as_size("slide_ngrids", slide_ngrids),
         "global_pool": global_pool,
         "dropout": dropout,
-        "drop_path": drop_path_rate,
+        "drop_path": check_probability("drop_path_rate", drop_path_rate),
     }
     if not str(pretrained):
         return LongNetViT(SlideEncoderConfig.gigapath(width, layers, in_dim=in_chans, **settings))

@@ -111,6 +111,8 @@ def configure(model_or_config: Any, **options: Any) -> None:
             "expected a model of transformers' attention interface, e.g. LlamaForCausalLM"
         )
     config = getattr(model_or_config, "config", model_or_config)
+    if not hasattr(config, "_attn_implementation"):
+        raise TypeError(f"model_or_config is a {type(model_or_config).__name__}; expected a model of transformers, or its config")
     configs = configs_of(config)
     names = [each._attn_implementation for each in configs]
     if any(str(name).startswith("context_parallel_") for name in names):

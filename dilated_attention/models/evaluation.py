@@ -16,7 +16,7 @@ from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES, cross_entropy
 from dilated_attention.models.padding import PaddingOptions, rows_of
-from dilated_attention.models.text import UNKNOWN, kmers
+from dilated_attention.models.text import UNKNOWN, check_integers, kmers
 from dilated_attention.pattern.checks import as_int
 
 # positions of a window where the attention has no longest segment
@@ -105,6 +105,10 @@ def evaluate(
             f"is_causal is False and vocab_size is {config.vocab_size}; such a model fills in hidden tokens, and only bases "
             f"(vocab_size={NUM_BASES}) have one that hides, N: compute model(tokens, targets=…) with your own mask"
         )
+    for i, record in enumerate(records):
+        check_integers(f"records[{i}]", record)
+        if record.ndim != 1:
+            raise ValueError(f"records[{i}] has shape {tuple(record.shape)}; expected (N,) of each: for one sequence x use [x] or x[None]")
     longest = max((len(record) for record in records), default=0)
     if context is None:
         context = min(max((w for one in config.cycle for w in one.segment_lengths), default=_CONTEXT), max(longest, 1))

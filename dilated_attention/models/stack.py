@@ -22,6 +22,7 @@ from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
 from dilated_attention.pattern.checks import as_int
+from dilated_attention.validation import check_bool
 
 
 class ModelOptions(TypedDict, total=False):
@@ -113,6 +114,7 @@ class LongNetStack(nn.Module):
         Returns:
             (B, N, E), zeros for padding; with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
         """
+        check_bool("all_layers", all_layers)
         padding = padding_of("LongNetStack.forward", x, options, cache=cache, cu_seqlens=cu_seqlens)
         if padding is not None:
             if self.ring is not None and self.ring.group_name:

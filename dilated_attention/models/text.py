@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention.models.config import MAX_KMER, NUM_BASES, LongNetConfig
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.models.config import MAX_KMER, NUM_BASES, LongNetConfig, as_config
+from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import check_bool, not_a_tensor
 
 # the base that is not known: FASTA's N, which is also the mask of masked models
 UNKNOWN = NUM_BASES - 1
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WHITESPACE = b" \t\n\r\v\f"
 
 
@@ -45,6 +46,8 @@ class Vocabulary:
 
         Bases are read in upper and lower case; whitespace is left out, and every other letter is N. Warns if more than a tenth are others.
         """
+        if not isinstance(text, (str, bytes, bytearray, memoryview)):
+            raise TypeError(f"text is {shown(text)} ({type(text).__name__}); expected a str or bytes")
         raw = text.encode() if isinstance(text, str) else bytes(text)
         if self.unit == "base":
             _warn_of_letters([raw], "the text")
@@ -59,14 +62,15 @@ class Vocabulary:
         """Returns the characters of tokens (N,).
 
         Raises:
-            ValueError: if tokens are not of this vocabulary. Those of a k-mer model are codes, whose bases are ``codes % 5``.
+            ValueError, TypeError: if tokens are not of this vocabulary. Those of a k-mer model are codes, whose bases are ``codes % 5``.
         """
+        check_integers("tokens", tokens)
         limit = f"the number of {self.unit}s − 1"
         check_range("tokens", tokens, len(self), waits=True, limit=limit, way_out="the bases of k-mer codes are codes % 5")
         return bytes(self.letters[value] for value in tokens.flatten().tolist())
 
     def decode(self, tokens: torch.Tensor) -> str:
-        """Returns the text of tokens (N,); bytes that are not UTF-8 become U+FFFD. Raises ValueError like ``decode_bytes``."""
+        """Returns the text of tokens (N,); bytes that are not UTF-8 become U+FFFD. Raises like ``decode_bytes``."""
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -103,7 +107,7 @@ def vocabulary_of(config: LongNetConfig) -> Vocabulary:
         ValueError: for any other size, because a checkpoint does not say what its tokens stand for.
     """
     for vocabulary in (BYTES, BASES):
-        if config.vocab_size == len(vocabulary):
+        if as_config("config", config).vocab_size == len(vocabulary):
             return vocabulary
     raise ValueError(
         f"vocab_size is {config.vocab_size}; expected 256 (bytes) or 5 (bases A, C, G, T, N), whose text this library knows: for other "
@@ -112,8 +116,25 @@ def vocabulary_of(config: LongNetConfig) -> Vocabulary:
 
 
 def other_strand(symbols: torch.Tensor) -> torch.Tensor:
-    """Returns the reverse complement of bases (…, N), which is what a gene on the other strand reads: A↔T, C↔G, N stays, from the end."""
+    """Returns the reverse complement of bases (…, N), which is what a gene on the other strand reads: A↔T, C↔G, N stays, from the end.
+
+    Raises:
+        ValueError, TypeError: if symbols are not integers, or on the CPU not 0 to 4.
+    """
+    _check_bases(symbols, _INTEGERS)
     return torch.where(symbols == UNKNOWN, UNKNOWN, 3 - symbols).flip(-1)
+
+
+def check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...] = _INTEGERS, way_out: str = "convert with .long()") -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        got = f"has dtype {x.dtype}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
+        raise TypeError(f"{name} {got}; expected an int64 or int32 tensor (…, N): {way_out}")
+
+
+def _check_bases(symbols: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    way_out = "use BASES.encode(text)"
+    check_integers("symbols", symbols, dtypes, way_out)
+    check_range("symbols", symbols, NUM_BASES, limit="the number of bases − 1", way_out=way_out)
 
 
 def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
@@ -157,10 +178,7 @@ def kmers(symbols: torch.Tensor, k: int, both_sides: bool) -> torch.Tensor:
     """
     k = as_int("k", k, minimum=1, maximum=MAX_KMER)
     check_bool("both_sides", both_sides)
-    if not isinstance(symbols, torch.Tensor) or symbols.dtype not in (torch.int64, torch.int32):
-        got = f"has dtype {symbols.dtype}" if isinstance(symbols, torch.Tensor) else f"is a {type(symbols).__name__}"
-        raise TypeError(f"symbols {got}; expected an int64 or int32 tensor (…, N): use BASES.encode(text)")
-    check_range("symbols", symbols, NUM_BASES, limit="the number of bases − 1", way_out="use BASES.encode(text)")
+    _check_bases(symbols, _INTEGERS[:2])
     n = symbols.shape[-1]
     padded = F.pad(symbols, (k - 1, k - 1), value=UNKNOWN)
     codes = symbols.clone()

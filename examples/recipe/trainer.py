@@ -115,6 +115,7 @@ class Trainer:
         total = args.steps or max(1, round(settings.duration(args)))
         # a run that has ended is evaluated again
         is_done = self._progress(self.done.seconds) >= 1
+        self.remark = "; nothing was left to train" if is_done else ""
         self._log = log.Log(self.run, self.done.step, total, "step" if args.steps else "s", is_done) if first else None
         try:
             self._steps()

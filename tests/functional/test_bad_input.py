@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dilated_attention as da
 from dilated_attention import BackendUnavailable, DilatedPattern, modules
+from dilated_attention.backends import Hardware
 from dilated_attention.cli import main
 from dilated_attention.distributed import explain_exchange
 from dilated_attention.engine.branches import run_problems
@@ -421,6 +422,8 @@ _mask, _blocks_mask, _window_mask = (
 )
 EPS, COUNTS = (0.0, 1e-39, 1e-46, 5e-324, 1e39, 10**400), (0, 2**21, 2**62)
 
+FLAGS = ("is_causal", "needs_grad", "key_padding_mask", "window", "bias", "deterministic")
+
 # by argument: what takes it, and numbers of its type that it refuses
 REFUSED: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("num_positions", PATTERN.pairs, (-1, 8.5, *HUGE)),
@@ -489,6 +492,10 @@ def test_a_number_that_cannot_be_computed_with_is_refused_by_name(name: str, cal
         ("gpu", _plan),
         ("find_longest", _plan),
         ("gpu", _recommend),
+        *((name, da.explain_backend) for name in FLAGS),
+        *((name, explain) for name in ("dtype", "hardware") for explain in (da.explain_backend, da.explain_decode)),
+        ("dense", da.explain_decode),
+        *((name, with_(explain_exchange, 64, 2, num_heads=2)) for name in ("is_causal", "needs_grad")),
         ("config", LongNetLM),
     ],
 )
@@ -496,6 +503,19 @@ def test_flags_and_names_of_another_type_are_refused_by_name(name: str, call: Ca
     for value in (torch.zeros(2, dtype=torch.bool), 3, object(), np.int64(3)):
         with pytest.raises(TypeError, match=name):
             call(**{name: value})
+
+
+@pytest.mark.parametrize("explain", [da.explain_backend, da.explain_decode])
+def test_explanations_of_no_dtype_and_no_device_are_refused(explain: Callable[..., Any]) -> None:
+    for value in ("bfloat16", "x", -1, [1], torch.int64):
+        with pytest.raises(TypeError, match=r"dtype is .*expected a floating torch\.dtype"):
+            explain(device="cpu", dtype=value)
+    with pytest.raises(ValueError, match="device is 'x'; expected one of this machine"):
+        explain(device="x")
+    with pytest.raises(TypeError, match=r"device is .1.; expected one of this machine"):
+        explain(device=[1])
+    with pytest.raises(ValueError, match="ask about one of them"):
+        explain(device="cpu", hardware=Hardware(device_type="cpu"))
 
 
 def test_a_list_nested_without_end_is_shown_by_its_beginning() -> None:

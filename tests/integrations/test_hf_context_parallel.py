@@ -515,8 +515,13 @@ class Penalised(transformers.Trainer):  # type: ignore[misc]
 OWN_LOSS = r"has its own compute_loss \(.*; expected transformers' Trainer.*context_parallel\(accelerator"
 # kind, arguments, attributes set afterwards, message
 TRAINERS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
-    (transformers.Trainer, {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor is set"),
-    (transformers.Trainer, {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is set"),
+    (
+        transformers.Trainer,
+        {"label_smoothing_factor": 0.1},
+        {},
+        "label_smoothing_factor is set: its loss reads the logits of a whole sequence; expected",
+    ),
+    (transformers.Trainer, {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is set: its noise"),
     (transformers.Trainer, {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches is True"),
     (Penalised, {}, {}, OWN_LOSS),
     (transformers.Trainer, {}, {"compute_loss": functools.partial(Penalised.compute_loss, None)}, OWN_LOSS),
@@ -546,10 +551,17 @@ def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             (lambda: call(size=1), "context_parallel\\(accelerator, model"),
             (lambda: call(model), "expected one of size=, mesh= and group="),
             (lambda: call(model, size=1, group=object()), "expected one of size=, mesh= and group="),
-            (lambda: call(model, size=2), "size is 2 and there are 1 processes"),
+            (
+                lambda: call(model, size=2),
+                "size is 2 and there are 1 processes; expected a divisor: start it by torchrun --nproc_per_node 2",
+            ),
         ):
             with pytest.raises((TypeError, ValueError), match=text):
                 wrong()
+        handle = call(model, size=1)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is under context_parallel already; expected remove\(\)"):
+            call(model, size=1)
+        handle.remove()
         accelerator.prepare(llama())
         with pytest.raises(ValueError, match="a loader or a model"):
             call(model, size=1)

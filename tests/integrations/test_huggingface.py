@@ -814,6 +814,8 @@ def test_settings_that_a_config_cannot_have() -> None:
         with pytest.raises(ValueError, match=text):
             configure(model, **options)
         assert not hasattr(model.config, "dilated_attention")
+    with pytest.raises(TypeError, match="model_or_config is a str; expected a model of transformers"):
+        configure("x")
     never_asks = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(ValueError, match="BloomForCausalLM computes its attention itself"):
         configure(never_asks, segment_lengths=LENGTHS, dilation_rates=RATES)
@@ -917,6 +919,9 @@ def test_inputs_of_one_process_tell_documents_in_any_way(name: str, told: dict[s
         torch.testing.assert_close(logits[:, begin:end], model(tokens(1, 49)[:, begin:end]).logits, atol=1e-7, rtol=0)
 
 
+BESIDE = ("labels", "shift_labels", "attention_mask", "position_ids", "token_type_ids", "seq_idx")
+
+
 def test_inputs_of_one_process() -> None:
     ids = tokens()
     assert set(shard_inputs({"input_ids": ids})) == {"input_ids", "position_ids"}
@@ -928,9 +933,19 @@ def test_inputs_of_one_process() -> None:
         ({"input_ids": ids, "attention_mask": packed // 20 + 1}, {}, r"holds other numbers than 0 and 1.*position_ids that begin again"),
         ({"input_ids": ids, "position_ids": packed % 20, "attention_mask": torch.ones_like(ids)}, {}, "packed documents are one row"),
         ({"input_ids": ids}, {"group": 1, "mesh": 1}, "group and mesh are both given"),
+        *(({"input_ids": ids, name: ids[:, 2:]}, {}, f"{name} has shape .*expected a value for each position") for name in BESIDE),
+        *(({"input_ids": ids, name: ids[:1, 2:]}, {}, f"{name} has shape") for name in BESIDE),
+        ({"input_ids": ids, "labels": ids[:1]}, {}, r"labels has shape \(1, "),
+        ({"input_ids": ids, "labels": ids[0]}, {}, "labels has shape"),
+        ({"input_ids": ids, "labels": ids.tolist()}, {}, r"labels is a list; .*torch\.tensor\(labels\)"),
+        ({"input_ids": ids.tolist()}, {}, "input_ids is a list"),
+        ({"input_ids": ids[0]}, {}, r"input_ids has shape .*use input_ids\[None\]"),
+        ({"input_ids": ids.float()}, {}, "input_ids has dtype torch.float32"),
+        ({"inputs_embeds": ids}, {}, "inputs_embeds has shape"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, TypeError), match=text):
             shard_inputs(given, **options)
+    assert shard_inputs({"input_ids": ids, "position_ids": packed[:1], "foo": 3})["foo"] == 3
 
 
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

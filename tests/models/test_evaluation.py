@@ -103,6 +103,10 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
         *((lm, few, {}, "and none of all is scored") for few in ([], [tokens(1), tokens(0)])),
         (model(is_causal=False), [tokens(40)], {}, r"is_causal is False and vocab_size is 256; .* only bases"),
         (spoilt, [tokens(40)], {}, "the loss is nan"),
+        (lm, tokens(40), {"context": 8}, r"records\[0\] has shape \(\); expected .*x\[None\]"),
+        (lm, [tokens(40)[None]], {}, r"records\[0\] has shape \(1, 40\)"),
+        (lm, [tokens(40).float()], {}, r"records\[0\] has dtype torch.float32"),
+        (lm, [[1, 2, 3]], {}, r"records\[0\] is a list"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, TypeError), match=text):
             evaluate(which, records, **options)

@@ -61,7 +61,8 @@ def test_positions_are_rows_of_prov_gigapaths_table() -> None:
     [
         (torch.tensor([[-1, 0]]), ValueError, "from cell -1 to cell 0"),
         (torch.tensor([[0, 256_000]]), ValueError, "raise grid_size"),
-        (torch.tensor([[float("nan"), 0.0]]), ValueError, "from cell -9"),
+        (torch.tensor([[float("nan"), 0.0]]), ValueError, "a tile has NaN or infinite coords; expected pixels"),
+        (torch.tensor([[0.0, float("inf")]]), ValueError, "NaN or infinite coords"),
         (torch.tensor([[4096, 0]]).half(), TypeError, "does not hold pixel coordinates"),
     ],
 )
@@ -157,6 +158,8 @@ def test_a_checkpoint_from_before_there_were_classes_loads(tmp_path: Path) -> No
         ({"tiles": torch.zeros(1, 5, 12).long()}, r"tiles has dtype torch.int64; expected features of a floating dtype"),
         ({"coords": torch.zeros(1, 4, 2)}, "one pair of pixels for each tile"),
         ({"coords": torch.full((1, 5, 2), 1e9)}, "raise grid_size"),
+        ({"coords": torch.full((1, 5, 2), float("nan"))}, "a tile has NaN or infinite coords"),
+        ({"all_layers": "no"}, "all_layers is 'no' .*expected True or False"),
         ({"cu_seqlens": [0, 5]}, "as returned by collate_slides"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "rising bounds from 0 to the number of tiles, 5"),
         ({"cu_seqlens": torch.tensor([0, 6, 5])}, "rising bounds"),
@@ -179,6 +182,7 @@ def test_inputs_that_do_not_fit(change: dict[str, Any], text: str) -> None:
         ({"encoder": {"embed_dim": 34, "num_heads": 1}}, "multiple of 4"),
         ({"encoder": 3}, "encoder is 3 .int.; expected a LongNetConfig"),
         ({"class_names": ("a", "b"), "num_classes": 3}, "class_names has 2 names and num_classes is 3"),
+        ({"class_names": ("a", "a")}, "class_names is .*expected another name for each class"),
         ({"class_names": "ab"}, "expected a sequence of strings"),
         ({"num_classes": 0}, "num_classes is 0"),
         ({"pooling": "none", "num_classes": 2}, "pooling is 'none', global_pool is False and num_classes is 2"),
@@ -229,6 +233,8 @@ T, C = torch.zeros(3, 12), torch.zeros(3, 2)
     ("slides", "text"),
     [
         ([], "slides is empty"),
+        (5, "slides is 5 .*expected a list of .tiles, coords."),
+        ([5], "slides is .5. .*expected a list of .tiles, coords."),
         ([(T, torch.zeros(4, 2))], "slide 0 has tiles"),
         ([(T.to(x), C.to(x)) for x in ("cpu", "meta")], "tiles .* on cpu and on meta"),
         ([(T, C), (T[:, :11], C)], r"widths \[11, 12\]"),
@@ -318,6 +324,12 @@ STEPS: dict[str, tuple[torch.Tensor, float | None]] = {
     "all the same": (torch.full((20, 2), 7), 0),
     "each twice": (torch.cat((grid_of(16), grid_of(16))), 0),
 }
+
+
+@pytest.mark.parametrize("coords", [[[0, 1]], torch.zeros(4), torch.zeros(4, 3), torch.full((4, 2), float("nan"))])
+def test_the_step_of_what_are_no_places_is_refused(coords: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"coords.*; expected"):
+        tile_step(coords)
 
 
 @pytest.mark.parametrize("case", STEPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,23 @@ def test_bytes_and_bases_are_encoded_and_decoded() -> None:
     # the other strand is the reverse complement
     both = torch.stack([BASES.encode("AAC"), BASES.encode("GGN")])
     assert [BASES.decode(row) for row in other_strand(both)] == ["GTT", "NCC"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: BYTES.encode(5), TypeError, "text is 5 .*expected a str or bytes"),  # type: ignore[arg-type]
+        (lambda: BYTES.decode(torch.zeros(2)), TypeError, "tokens has dtype torch.float32; expected an int64"),
+        (lambda: BYTES.decode([1]), TypeError, "tokens is a list"),  # type: ignore[arg-type]
+        (lambda: vocabulary_of("bytes"), TypeError, "config is 'bytes' .*expected a LongNetConfig"),  # type: ignore[arg-type]
+        (lambda: other_strand(torch.tensor([0, 1, 2, 3, 4, 9])), ValueError, "symbols reach from 0 to 9; expected 0 to"),
+        (lambda: other_strand(torch.zeros(3)), TypeError, "symbols has dtype torch.float32"),
+    ],
+)
+def test_what_is_no_text_and_no_base_is_refused(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+    assert BASES.decode(other_strand(BASES.encode("AAC").to(torch.uint8))) == "GTT"
 
 
 PROTEIN = b"MKVLITGAGSGIGLELARQFAEEGAHVVLAGRDEAKLAEVAQSLGAQAVPCDVTDPAAVQALVDAAVARFGRLDVLVNNAGI"

@@ -84,6 +84,8 @@ def test_what_is_refused() -> None:
         profile_memory(device="meta")
     with pytest.raises(TypeError, match="without a function"):
         profile_memory(device="cpu", tokens=3)
+    with pytest.raises(TypeError, match="function is a int; expected a function"):
+        profile_memory(3)  # type: ignore[arg-type]
     block = profile_memory(device="cpu")
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),

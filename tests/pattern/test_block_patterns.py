@@ -454,6 +454,7 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: RandomBlocks("0.1"), "ratio is '0.1'"),
         (lambda: BlockTensor(torch.ones(2, 2)), "mask is torch.float32; expected a bool tensor"),
         (lambda: BlockTensor([[True]]), "mask is list; expected a bool tensor"),
+        (lambda: from_block_mask(3), "block_mask is 3 .*expected a BlockMask"),
         (lambda: MaskFunction(7), "fn is 7"),
         (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), "fn returned torch.int64; expected a bool tensor"),
         (lambda: LocalWindow(3) | 7, "unsupported operand"),

@@ -288,6 +288,7 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
     whole, stopped = (json.loads((tmp_path / name / "genome.json").read_text()) for name in ("whole", "stopped"))
     assert stopped["held out bits per base"] == whole["held out bits per base"]
     assert [bits for _, _, bits in stopped["steps"]] == [bits for _, _, bits in whole["steps"]]
+    assert "nothing was left" not in out and here("--resume", str(run), "--steps", "5")[1].endswith("; nothing was left to train\n")
 
 
 def test_embeddings_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

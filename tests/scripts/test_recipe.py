@@ -214,7 +214,7 @@ def test_a_run_goes_on_begins_anew_or_is_left_alone(what: str, text: Path, whole
         # gone on with at its end, it is evaluated again, and the log has that once
         log = kills.log_of(run)
         result = run_script(SCRIPT, "--resume", str(run))
-        assert result.returncode == 0 and kills.log_of(run) == log
+        assert result.returncode == 0 and kills.log_of(run) == log and "; nothing was left to train" in result.stdout
         assert min((run / name).stat().st_size for name in ("loss.png", "pattern.png")) > 5000
 
 

@@ -23,7 +23,7 @@ from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
-from dilated_attention.validation import check_counts
+from dilated_attention.validation import check_bool, check_counts
 
 # the last two run as "auto"
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
@@ -103,6 +103,8 @@ def explain_exchange(
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("size", size, minimum=1, maximum=MAX_RANKS)
     batch, itemsize = as_int("batch", batch, minimum=1), as_int("itemsize", itemsize, minimum=1)
     memory = as_int("memory", memory, minimum=1)
+    check_bool("is_causal", is_causal)
+    check_bool("needs_grad", needs_grad)
     name = exchange_of("auto", layout_name(layout), size, num_heads, heads, is_dense=True, is_causal=is_causal)
     row = batch * head_dim * itemsize
     if name == "all_to_all":

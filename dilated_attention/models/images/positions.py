@@ -12,6 +12,11 @@ def check_coords_dtype(name: str, coords: torch.Tensor) -> None:
         raise TypeError(f"{name} has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
 
 
+def check_finite_coords(what: str, coords: torch.Tensor) -> None:
+    if not coords.isfinite().all():
+        raise ValueError(f"{what} has NaN or infinite coords; expected pixels at level 0")
+
+
 def grid_positions(
     coords: torch.Tensor, embed_dim: int, *, tile_size: int = 256, grid_size: int = 1000, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -42,16 +47,17 @@ def grid_positions(
     check_coords_dtype("coords", coords)
     # in 64 bits, because a narrower integer may not be able to hold the tile size
     coords = coords if coords.is_floating_point() else coords.long()
-    cells = coords.div(tile_size, rounding_mode="floor").long()
+    cells = coords.div(tile_size, rounding_mode="floor")
     if torch.compiler.is_compiling() or (cells.is_cuda and torch.cuda.is_current_stream_capturing()):
         # not in eager mode: after a failed assertion a process cannot use its GPU any more, while a ValueError names the tile
         inside = ((cells >= 0) & (cells < grid_size)).all()
         torch._assert_async(inside, f"coords are outside the grid of {grid_size} cells per side at tile_size {tile_size}")
     elif cells.device.type != "meta" and cells.numel():
-        low, high = (int(x) for x in torch.aminmax(cells))
-        if low < 0 or high >= grid_size:
+        low, high = torch.stack(torch.aminmax(cells)).tolist()
+        if not 0 <= low <= high < grid_size:
+            check_finite_coords("a tile", coords)
             raise ValueError(
-                f"coords reach from cell {low} to cell {high} at tile_size {tile_size}; expected cells from 0 to grid_size − 1 = "
+                f"coords reach from cell {int(low)} to cell {int(high)} at tile_size {tile_size}; expected cells from 0 to grid_size − 1 = "
                 f"{grid_size - 1}: subtract the slide's origin, or raise grid_size, which changes no other cell's position"
             )
     # Apple's GPUs have no float64
@@ -60,4 +66,4 @@ def grid_positions(
     angles = torch.arange(grid_size, dtype=torch.float64, device=home)[:, None] * omega
     table = torch.cat((angles.sin(), angles.cos()), dim=1)
     table = table.to(device=cells.device, dtype=torch.get_default_dtype() if dtype is None else dtype)
-    return table[cells.flip(-1)].flatten(-2)
+    return table[cells.long().flip(-1)].flatten(-2)

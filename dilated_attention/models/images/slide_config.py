@@ -64,6 +64,8 @@ class SlideEncoderConfig(ModelConfig):
         if names is not None:
             if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
                 raise TypeError(f"class_names is {shown(names)}; expected a sequence of strings")
+            if len(set(names)) < len(names):
+                raise ValueError(f"class_names is {shown(names)}; expected another name for each class, which names an output")
             if self.num_classes not in (None, len(names)):
                 raise ValueError(
                     f"class_names has {len(names)} names and num_classes is {self.num_classes}; expected a name for each class"

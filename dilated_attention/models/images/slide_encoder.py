@@ -19,6 +19,7 @@ from dilated_attention.models.images.slides import check_finite, checked_slides,
 from dilated_attention.models.stack import ModelOptions
 from dilated_attention.models.text import has_values
 from dilated_attention.pattern.checks import as_int
+from dilated_attention.validation import check_bool
 
 
 class SlideEncoder(ImageModel):
@@ -100,7 +101,7 @@ class SlideEncoder(ImageModel):
                 (reading a GPU's would make the host wait; ``collate_slides`` checks them anywhere). Of a sharded model only the process
                 that has such a tile raises this.
         """
-        if not all_layers:
+        if not check_bool("all_layers", all_layers):
             vectors = self.embed(tiles, coords, cu_seqlens=cu_seqlens, seq_len=seq_len)
             return vectors if self.head is None else self.head(vectors)
         x, bounds, options = self._begin(tiles, coords, cu_seqlens, seq_len)

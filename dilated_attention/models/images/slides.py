@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from dilated_attention.models.images.positions import check_coords_dtype
+from dilated_attention.models.images.positions import check_coords_dtype, check_finite_coords
 from dilated_attention.models.text import has_values
-from dilated_attention.pattern.checks import as_int_tuple, one_of
+from dilated_attention.pattern.checks import as_int_tuple, one_of, shown
+from dilated_attention.validation import not_a_tensor
 
 
 def checked_slides(tiles: Any, coords: Any, cu_seqlens: Any, in_dim: int) -> list[int] | None:
@@ -85,7 +86,12 @@ def tile_step(coords: torch.Tensor) -> float | None:
     >>> tile_step(coords)
     512.0
     """
+    if not isinstance(coords, torch.Tensor):
+        raise not_a_tensor("coords", coords, "a tensor (tiles, 2)")
+    if coords.ndim != 2 or coords.shape[1] != 2:
+        raise ValueError(f"coords has shape {tuple(coords.shape)}; expected (tiles, 2), x and y of one slide's tiles")
     places = coords.detach().cpu().double()
+    check_finite_coords("a tile", places)
     steps = []
     for line, along in (places.unbind(1), places.flip(1).unbind(1)):
         order = along.argsort()
@@ -161,6 +167,10 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
     >>> loader = DataLoader(slides, batch_size=4, collate_fn=collate_slides)
     >>> tiles, coords, cu_seqlens, labels = next(iter(loader))
     """
+    if not isinstance(slides, Sequence) or not all(isinstance(slide, Sequence) for slide in slides):
+        raise TypeError(
+            f"slides is {shown(slides)} ({type(slides).__name__}); expected a list of (tiles, coords), or (tiles, coords, label)"
+        )
     if not slides:
         raise ValueError("slides is empty; expected at least one (tiles, coords)")
     sizes = {len(slide) for slide in slides}
@@ -193,8 +203,8 @@ def collate_slides(slides: Sequence[Sequence[Any]]) -> tuple[torch.Tensor, ...]:
     tiles, coords = (torch.cat(tensors)[None] for tensors in packed)
     check_finite(tiles, bounds, waits=True)
     if not coords.isfinite().all():
-        index = next(index for index, places in enumerate(packed[1]) if not places.isfinite().all())
-        raise ValueError(f"slide {index} has NaN or infinite coords; expected pixels at level 0")
+        for index, places in enumerate(packed[1]):
+            check_finite_coords(f"slide {index}", places)
     batch = (tiles, coords, torch.tensor(bounds, dtype=torch.int32, device=tiles.device))
     if sizes == {2}:
         return batch

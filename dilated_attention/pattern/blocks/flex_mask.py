@@ -14,7 +14,7 @@ from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.function import MaskFunction
 from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 from dilated_attention.pattern.blocks.whole_blocks import BlockTensor
-from dilated_attention.pattern.checks import BLOCK_SIZES
+from dilated_attention.pattern.checks import BLOCK_SIZES, shown
 
 
 def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> BlockPattern:
@@ -32,6 +32,8 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     Raises:
         ValueError: no pattern describes the BlockMask.
     """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask is {shown(block_mask)} ({type(block_mask).__name__}); expected a BlockMask of flex_attention")
     num_queries, num_keys = block_mask.seq_lengths
     if num_queries != num_keys:
         raise ValueError(
