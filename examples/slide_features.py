@@ -83,6 +83,8 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     args = settings.parse(parser)
     if args.features is None or args.labels is None:
         parser.error("expected --features FOLDER and --labels CSV; for slides without labels examples/slide_predict.py")
+    if not args.resume and args.out.resolve().is_relative_to(args.features.resolve()):
+        parser.error(f"--out {args.out} lies in --features {args.features}, where its vectors would be read as a slide; give another --out")
     if args.checkpoint and (args.embed_dim or args.layers or args.heads):
         parser.error("--embed-dim, --layers and --heads shape a model with random weights; leave them out with --checkpoint")
     for folder in (args.out, args.resume) if args.folds else ():

@@ -252,6 +252,8 @@ def test_a_patient_is_trained_on_or_held_out(tmp_path: Path) -> None:
     assert again.stdout.count("going on with") == 3 and auc_of(again) == auc, again.stderr
     refused = run(folder, out, *options)
     assert refused.returncode == 2 and "holds the folds of a run" in refused.stderr
+    refused = run(folder, folder / "features" / "run", "--epochs", "1")
+    assert refused.returncode == 2 and "would be read as a slide; give another --out" in refused.stderr
 
 
 def test_the_interval_of_an_auc_holds_its_true_value(part: Callable[[str], Any]) -> None:
