@@ -51,7 +51,7 @@ def attend(
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
     bias = given.pop("bias", None)
     # None where the bias is of another type, which is refused below
-    of_bias = [x for x in (getattr(bias, "slopes", None), getattr(bias, "coordinates", None)) if x is not None]
+    of_bias = () if bias is None else [x for x in (getattr(bias, "slopes", None), getattr(bias, "coordinates", None)) if x is not None]
     resolves = given.pop(RESOLVES, None)
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
     if op is not None and isinstance(fixed["layout"], Layout):
@@ -91,7 +91,7 @@ def attend(
             check.check_cu_seqlens(cu_seqlens, q, k)
             check.check_sinks(sinks, q)
             check_bias(bias, q, k)
-    coordinates, slopes = bias_tensors(bias, q, k)
+    coordinates, slopes = (None, None) if bias is None else bias_tensors(bias, q, k)
     if cu_seqlens is not None:
         cu_seqlens = own_bounds(cu_seqlens, eager=eager)
     seed = draw_seed(settings.dropout_p) if settings.dropout_p else None

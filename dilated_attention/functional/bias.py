@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +60,6 @@ class Distance:
     slopes: Tensor
 
 
-class BiasTensors(NamedTuple):
-    """What an attention op takes: coordinates (B, Nk, 2) in the dtype of lse and slopes (H,); None without a bias."""
-
-    coordinates: Tensor | None = None
-    slopes: Tensor | None = None
-
-
 def check_bias(bias: Any, q: Tensor, k: Tensor) -> None:
     """Checks a bias for checked q and k."""
     if bias is None:
@@ -91,12 +84,10 @@ def check_bias(bias: Any, q: Tensor, k: Tensor) -> None:
         raise ValueError("bias.coordinates needs a gradient, and a bias has none for places; expected fixed ones: give .detach()")
 
 
-def bias_tensors(bias: Alibi | Distance | None, q: Tensor, k: Tensor) -> BiasTensors:
-    """Returns what an op takes of a checked bias."""
-    if bias is None:
-        return BiasTensors()
+def bias_tensors(bias: Alibi | Distance, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what an op takes of a checked bias: coordinates (B, Nk, 2) in the dtype of lse, and slopes (H,)."""
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     # positions of documents differ by their distance, too
     x = torch.arange(k.shape[1], device=q.device) if isinstance(bias, Alibi) else bias.coordinates
     x = (x[:, None] if x.ndim == 1 else x).to(dtype)
-    return BiasTensors(torch.nn.functional.pad(x, (0, 2 - x.shape[-1])).expand(k.shape[0], -1, -1), bias.slopes)
+    return torch.nn.functional.pad(x, (0, 2 - x.shape[-1])).expand(k.shape[0], -1, -1), bias.slopes
