@@ -84,7 +84,7 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.began)
 
-    def told(self, tokens: float) -> str:
+    def rates(self, tokens: float) -> str:
         """``tokens``: of one process in a step."""
         rate = tokens / statistics.median(self.seconds[2:] or self.seconds)
         peak = f" and {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if IS_GPU else ""
@@ -126,7 +126,7 @@ def train(args: argparse.Namespace) -> None:
     if args.sharing in (None, "ours"):
         context_parallel(trainer, size=args.size or settings.world_size)
     trainer.train()
-    told = clock.told(args.context / (args.size or settings.world_size))
+    rates = clock.rates(args.context / (args.size or settings.world_size))
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     steps = f"{args.steps} steps of {args.context} tokens on {settings.world_size} processes, loss {losses[0]:.3f} to {losses[-1]:.3f}"
     written = f" by {args.sharing}"
@@ -139,7 +139,7 @@ def train(args: argparse.Namespace) -> None:
             ids = plain.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0)
             written = f"; it writes {bytes(x % 256 for x in ids[0, 64:].tolist())!r}"
     if trainer.is_world_process_zero():
-        print(f"done: {steps}, {told}{written}")
+        print(f"done: {steps}, {rates}{written}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

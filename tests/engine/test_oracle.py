@@ -314,19 +314,8 @@ def test_random_cases_reach_every_option() -> None:
         some = (kinds_in(case.pattern) for case in blocks if (case.branches is not None) is beside)
         assert kinds - {patterns.ChosenBlocks} <= set().union(*some)
     usual = Case(pattern=WHOLE)
-    for name in [
-        "is_causal",
-        "query_offset",
-        "scale",
-        "dropout_p",
-        "padding",
-        "bounds",
-        "lse_grad",
-        "sinks",
-        "softcap",
-        "bias",
-        "branches",
-    ]:
+    options = "is_causal query_offset scale dropout_p padding bounds lse_grad sinks softcap bias branches"
+    for name in options.split():
         assert all(any(getattr(case, name) != getattr(usual, name) for case in some) for some in (blocks[:60], COMPILED)), name
     assert {case.mixture_grad for case in COMPILED} == {"exact", "detached"} and any(case.window for case in COMPILED)
 

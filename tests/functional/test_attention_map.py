@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention import (
     MultiheadBlockSparseAttention,
@@ -22,6 +21,7 @@ from dilated_attention.pattern import BlockPattern, LocalWindow
 from dilated_attention.testing import Case, Inputs, Space, call, inputs, random_case
 from dilated_attention.testing.check import function_of
 from dilated_attention.testing.oracle import softmax_parts
+from tests.helpers.largest import Largest
 
 N, H = 37, 4
 BRANCHES = ([8, 20, 5], [1, 3, 5])
@@ -131,16 +131,6 @@ def test_infinite_scores_of_masked_keys_leave_no_trace() -> None:
 
 def test_memory_is_bounded_by_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor but the result is larger than what is scored at a time."""
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.elements = max(self.elements, out.numel())
-            return out
-
     monkeypatch.setattr(maps, "SCORES_AT_ONCE", 3 * 2 * H * 50)
     q, k = make_qk(2, 2000)
     with Largest() as largest:

@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import dilated_attention as da
-from dilated_attention.backends import registry
-from dilated_attention.backends.base import Bias, Mask, Options
-from dilated_attention.backends.torch_ops import flex
 from dilated_attention.engine.ops.resolve import ResolvedCall
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import LocalWindow
+from tests.helpers.largest import Largest
 
 B, N, H, D = 2, 40, 4, 8
 
@@ -63,17 +59,6 @@ def test_packed_documents_are_as_by_themselves() -> None:
     parts = [da.dilated_attention(*(x[:, one] for x in (q, k, v)), [8, 32], [1, 4], bias=da.Alibi(slopes)) for one in cut]
     whole = da.dilated_attention(q, k, v, [8, 32], [1, 4], bias=da.Alibi(slopes), cu_seqlens=torch.tensor([0, 13, N]))
     torch.testing.assert_close(whole, torch.cat(parts, 1))
-
-
-class Largest(TorchDispatchMode):
-    """Counts the elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(results) if isinstance(x, torch.Tensor))])
-        return results
 
 
 @pytest.mark.parametrize("kind", ["dense", "dilated", "blocks"])
@@ -131,30 +116,6 @@ def test_a_number_that_no_row_reads_changes_no_gradient(backend: str) -> None:
     torch.testing.assert_close(gradient(spoilt), gradient(k))
     spoilt[0, 3, 1] = torch.nan
     assert gradient(spoilt).isnan().tolist() == [False, True, False, False]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_form_of_flex_equals_math(is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its scores and its gradient of slopes, on torch's FlexAttention without a compiler; one place is that of two rows."""
-    monkeypatch.setattr(flex, "_compiled", lambda kind, search=False: flex._call_flex)
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    q, k, v, slopes, places = (x.detach() for x in tensors(dtype=torch.float32))
-    places, dout, dlse = torch.stack([places, places + places.roll(1, 0)]), q.sin(), torch.randn(B, H, N)
-    places[:, 1] = places[:, 0]
-    padding = (torch.arange(N) % 3 == 0).expand(B, -1) if masked else None
-    mask = Mask(padding, (None, 0) if masked and is_causal else None)
-    results = []
-    for backend in (flex.FlexBackend(), registry.get("math")):
-        gradient = torch.zeros(H)
-        options = Options(0.4, is_causal and not masked, mask, bias=Bias(places, places, slopes, gradient))
-        out, lse = backend.forward(q, k[:, :, ::2], v[:, :, ::2], options)
-        # a part of a larger softmax
-        whole = torch.where(lse == -torch.inf, torch.inf, lse + 0.3)
-        grads = backend.backward(dout, q, k[:, :, ::2], v[:, :, ::2], out * 0.9, whole, options, dlse=dlse)
-        results.append((out, lse, *grads, gradient))
-    for mine, truth in zip(*results, strict=True):
-        torch.testing.assert_close(mine, truth, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["sdpa_cpu", "flash4"])

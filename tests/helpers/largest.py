@@ -1,0 +1,22 @@
+"""The largest tensor that any operation returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Largest(TorchDispatchMode):
+    """Within it, ``elements`` and ``nbytes`` are those of the largest results."""
+
+    elements = nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor):
+                self.elements, self.nbytes = max(self.elements, x.numel()), max(self.nbytes, x.nbytes)
+        return results
