@@ -260,7 +260,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--kmer 0", "got 0; expected a number >= 1"),
         ("--segment-lengths 64", "--segment-lengths and --dilation-rates belong together"),
     ],
-    "slide_features.py --features {out} --labels {out}/labels.csv": [
+    "slide_features.py --features {out}/features --labels {out}/labels.csv": [
         ("--epochs 0", "argument --epochs: got 0; expected a number >= 1"),
         ("--epochs 3 --steps 4", "not allowed with argument"),
         ("--held-out 1", "got 1; expected a number > 0 and <= 0.9"),

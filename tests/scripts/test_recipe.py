@@ -325,7 +325,7 @@ def test_a_checkpoint_that_does_not_fit_ends_in_one_line_and_the_run_goes_on(tex
 
 @pytest.mark.parametrize(("script", "said"), [("train_longnet.py", "got -1"), ("slide_features.py", "torchrun started 2")])
 def test_one_process_of_several_reports_wrong_usage(script: str, said: str, tmp_path: Path) -> None:
-    options = ["--lr", "-1"] if "train" in script else ["--features", str(tmp_path), "--labels", "labels.csv"]
+    options = ["--lr", "-1"] if "train" in script else ["--features", str(tmp_path / "features"), "--labels", "labels.csv"]
     result = run_script(EXAMPLES / script, *options, "--out", str(tmp_path / "run"), processes=2)
     assert result.returncode == 2 and result.stderr.count(said) == 1, result.stderr
     assert os.listdir(tmp_path) == []
