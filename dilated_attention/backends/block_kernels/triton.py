@@ -192,8 +192,9 @@ class _Call:
         D0, D1 = head_blocks(self.head_dim)
         with on_device(self.device):
             kernel[(programs,)](
-                *tensors, *numbers, D=self.head_dim, D0=D0, D1=D1, ROWS=size.rows, BLOCK=size.block, STAGES=size.stages, PRECISION="ieee",
-                LEFT=False, RIGHT=False, CUT=False, PADDING=self.is_padded, DROPOUT=False, BIAS=False, lists=data,
+                *tensors, *numbers, D=self.head_dim, D0=D0, D1=D1, ROWS=size.rows, PARTS=blocks[0] // size.rows, BLOCK=size.block,
+                STAGES=size.stages, PRECISION="ieee", LEFT=False, RIGHT=False, CUT=False, PADDING=self.is_padded, DROPOUT=False, BIAS=False,
+                lists=data,
                 FORM=Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
                 num_warps=size.warps, num_stages=size.stages,
             )  # fmt: skip

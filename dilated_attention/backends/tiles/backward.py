@@ -90,11 +90,11 @@ def query_kernel(
     pad_branch,
     num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
     DLSE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq of ROWS queries of one head, of a table of tiles (FORM is None) or of ``lists``.
+    """Computes dq of ROWS queries of one head, one of PARTS parts of a tile of a table (FORM is None) or of a block of ``lists``.
 
     It also stores, by place, what ``key_kernel`` needs: δ, lse · log2(e) and the dropout words; then, with BIAS, each row's part of the
     slope's gradient. OWN: ``out_ptr`` holds each branch's
@@ -105,10 +105,11 @@ def query_kernel(
         head = pid % num_heads
         batch = (pid // num_heads % num_batches).to(tl.int64)
         branch, rate, first, count, low, high, tile, place, _places, _ = read_segment(
-            rows_ptr, pid // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
         )
+        tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
     else:
-        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, FORM.tile_block // ROWS)
+        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, PARTS)
         branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
     i0 = low + tile * ROWS
     if i0 < high:
@@ -275,11 +276,11 @@ def key_kernel(
     bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
     num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
     right, scale, natural_scale, threshold, keep_scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Computes dk and dv of ROWS keys, of a table of tiles (FORM is None) or of ``lists``.
+    """Computes dk and dv of ROWS keys, one of PARTS parts of a tile of a table (FORM is None) or of a block of ``lists``.
 
     SHARED: for one key/value head, over all its query heads, which have equal offsets; otherwise for one query head.
     """
@@ -290,10 +291,11 @@ def key_kernel(
         batch = (pid // heads % num_batches).to(tl.int64)
         first_head = own_head * group if SHARED else own_head
         branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
-            rows_ptr, pid // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (heads * num_batches * PARTS), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
         )
+        tile = tile * PARTS + pid // (heads * num_batches) % PARTS
     else:
-        batch, own_head, block_column, tile = read_list(lists, pid, num_batches, heads, FORM.tile_block // ROWS)
+        batch, own_head, block_column, tile = read_list(lists, pid, num_batches, heads, PARTS)
         first_head = own_head * group
         branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
         delta_place = place

@@ -13,16 +13,17 @@ from torch import Tensor
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import capability, on_device
 from dilated_attention.backends.tiles import padding as pad
-from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
+from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
 from dilated_attention.backends.tiles.scratch import LARGE_MEMORY, Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles, share_keys
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
+Tensors = tuple[Tensor, ...]
 # documents that a program takes at a time
 _DOCUMENTS = 512
-# a table: whether of keys, and the positions of a tile
-TableKey = tuple[bool, int]
+# the most positions of a tile of a table: as many as any kernel computes at a time
+TILE = 128
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,21 @@ class TileCall:
         return len(self.offsets[0])
 
 
-class Tables(NamedTuple):
-    """What the launches of a pass read, int32 on the device.
+class Tables:
+    """What the launches of both passes read, int32 on the device, flat: spans, the table of queries and the table of keys.
 
-    Args:
-        rows: (tiles, 8) of each table.
-        spans: (documents, branches, 2), flat: place of segment 0 of queries, and of keys.
+    spans: (documents, branches, 2): place of segment 0 of queries, and of keys. The tables: (tiles, 8). Views of them are made where a
+    launch asks for tensors, since making one takes longer than a launch.
     """
 
-    rows: tuple[Tensor, ...]
-    spans: Tensor
+    def __init__(self, space: Workspace, num_tiles: tuple[int, int]) -> None:
+        self.space, self.sizes = space, [8 * count for count in num_tiles]
+        spans, _, rows = space.pointers
+        self.pointers = spans, rows, rows + 4 * self.sizes[0]
+
+    def tensors(self) -> Tensors:
+        spans, _, rows = self.space.tensors()
+        return spans, *rows.split(self.sizes)
 
 
 class Constants(NamedTuple):
@@ -103,20 +109,23 @@ class Prepared:
         self.key_part_rows = key_spans.num_places
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.offsets, self.lengths, self.rates = constants_of(walk.branches, call.offsets, device)
-        self._made: dict[tuple[TableKey, ...], Tables] = {}
-        self._counts: dict[TableKey, int] = {}
+        self._tables: Tables | None = None
         self._starts: Tensor | None = None
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
         D0, D1 = head_blocks(head_dim)
         # the longest document, and the most positions that a segment takes
-        self.longest_document = max(end - start for start, end in walk.documents)
-        self.longest = max((min(w, end - start) + r - 1) // r for w, r in walk.branches for start, end in walk.documents)
+        self.longest_document = max([end - start for start, end in walk.documents])
+        self.longest = max([(min(w, self.longest_document) + r - 1) // r for w, r in walk.branches])
+        # positions of a tile; a segment of fewer is one tile
+        self.tile = min(TILE, max(16, 1 << (self.longest - 1).bit_length()))
+        self.num_tiles = num_tiles(query_spans, self.tile), num_tiles(key_spans, self.tile)
         self.bounds = (call.left or 0, call.right or 0)
         self.constants: dict[str, Any] = {
             "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
+            "PRECISION": call.precision,
         }  # fmt: skip
         # words per branch in a packed mask
-        self.words = max(pad.words_of(rate, self.num_keys) for _, rate in walk.branches)
+        self.words = max([pad.words_of(rate, self.num_keys) for _, rate in walk.branches])
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = NO_DEVICE if device.type == "meta" else device.index or 0
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
@@ -139,46 +148,37 @@ class Prepared:
             self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
         return words
 
-    def read_with(self, rows: Tensor, padding: Tensor | None, words: Words | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-        """Returns the tensors that a kernel reads in addition to q, k and v; a missing mask is replaced by a tensor that is never read.
+    def read_with(self, padding: Tensor | None, words: Words | None, bias: Tensor | None) -> Tensors:
+        """Returns the tensors that a kernel reads after q, k, v and a table; a missing mask is replaced by a tensor that is never read.
 
         Args:
-            rows: the table.
             padding: packed for kernels over the table of queries, unpacked for the kernel over the table of keys.
             bias: slopes and places (``run.packed_bias``).
         """
         nothing = self.offsets
         drawn = words or (nothing, nothing, nothing)
-        return rows, nothing, nothing if padding is None else padding, *drawn, nothing if bias is None else bias
+        return nothing, nothing if padding is None else padding, *drawn, nothing if bias is None else bias
 
-    def num_tiles(self, of_keys: bool, rows: int) -> int:
-        """Returns the number of tiles of ``rows`` queries, or keys."""
-        key = of_keys, rows
-        if key not in self._counts:
-            self._counts[key] = num_tiles(self.call.walk, of_keys, rows)
-        return self._counts[key]
+    @property
+    def tables(self) -> Tables:
+        """The tables of both passes, which are made once. The current device is theirs.
 
-    def tables(self, *which: TableKey) -> Tables:
-        """Returns the tables of a pass, of queries and of keys or none, which are made once. The current device is theirs.
-
-        If another stream made what is there, the current one waits for it, and its memory is marked as used by this stream.
+        If another stream made them, the current one waits for it, and their memory is marked as used by this stream.
         """
-        found = self._made.get(which)
-        if self._copied is not None and (stream := torch._C._cuda_getCurrentRawStream(self.index)) != self._stream:
-            if found is not None and torch.cuda.is_current_stream_capturing():
-                # a graph cannot wait for events outside it; the call was run before its capture, and the tables made with it
-                return found
+        if self._copied is None:
+            self._tables = self._tables or self._make()
+            return self._tables
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if self._tables is None:
+            self._tables, self._stream = self._make(), stream
+            self._copied.record(torch.cuda.current_stream(self.device))
+        elif stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            # a graph cannot wait for events outside it; the call was run before its capture, and the tables made with it
             current = torch.cuda.current_stream(self.device)
             current.wait_event(self._copied)
-            for made in self._made.values():
-                # one allocation holds all of it
-                made.spans.record_stream(current)
-        if found is None:
-            found = self._made[which] = self._make(which)
-            if self._copied is not None:
-                self._stream = stream
-                self._copied.record(torch.cuda.current_stream(self.device))
-        return found
+            # one allocation holds all of it
+            self._tables.space.memory.record_stream(current)
+        return self._tables
 
     @property
     def starts(self) -> Tensor:
@@ -199,30 +199,30 @@ class Prepared:
                 self._starts = pinned.to(self.device, non_blocking=True)
         return self._starts
 
-    def _make(self, which: tuple[TableKey, ...]) -> Tables:
-        walk, starts = self.call.walk, self.starts
+    def _make(self) -> Tables:
+        walk, of_pattern = self.call.walk, (self.starts, self.lengths, self.rates)
         documents, branches, is_one = len(walk.documents), walk.num_branches, len(walk.documents) == 1
-        counts = [self.num_tiles(*key) for key in which]
-        tile0, tile1 = (which[0][1], which[-1][1]) if which else (1, 1)
-        of_spans, of_counts, num_rows = 4 * -(-documents * branches // 2), 4 * -(-2 * branches * (documents + 1) // 4), sum(counts)
-        memory = torch.empty(of_spans + of_counts + 8 * num_rows, dtype=torch.int32, device=self.device)
-        spans, before, rows = memory.split((of_spans, of_counts, 8 * num_rows))
+        num_rows = sum(self.num_tiles)
+        # the spans; the tiles before each document; the rows
+        space = Workspace(
+            self.device, *((n, torch.int32) for n in (2 * documents * branches, 2 * branches * (documents + 1), 8 * num_rows))
+        )
         ends = documents, walk.documents[-1][1], *walk.queries, walk.keys[1]
-        given = spans, before, starts, self.lengths, self.rates
         sizes, order = {"BRANCHES": branches, "ONE": is_one}, 2**walk.steps + 1
         make_spans = KernelLaunch(
-            spans_kernel, (branches, len(which) or 2), (*ends, walk.direct, walk.key_direct, tile0, tile1, order),
+            spans_kernel, (branches, 2), (*ends, walk.direct, walk.key_direct, self.tile, order),
             {**sizes, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
         )  # fmt: skip
         make_rows = KernelLaunch(
-            table_kernel, num_rows, (*ends, tile0, tile1, order, sum(counts[:1]), self.longest_document, walk.steps),
+            table_kernel, num_rows, (*ends, self.tile, order, self.num_tiles[0], self.longest_document, walk.steps),
             {"BRANCHES": branches, "CAUSAL": self.call.right == 0, "ONE": is_one}, warps=1, dtypes=(),
         )  # fmt: skip
-        pointers = [x.data_ptr() for x in given]
-        make_spans(pointers, lambda: given, self.index)
+        spans, before, rows = space.pointers
+        pointers = [spans, before, *(x.data_ptr() for x in of_pattern)]
+        make_spans(pointers, lambda: (*space.tensors()[:2], *of_pattern), self.index)
         if num_rows:
-            make_rows([rows.data_ptr(), *pointers], lambda: (rows, *given), self.index)
-        return Tables(rows.view(-1, 8).split(counts), spans)
+            make_rows([rows, *pointers], lambda: (space.tensors()[2], *space.tensors()[:2], *of_pattern), self.index)
+        return Tables(space, self.num_tiles)
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """Returns (rows per program, programs) of a launch over all rows."""

@@ -42,14 +42,13 @@ class KernelLaunch:
     Args:
         dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths;
             None for a launch that shares none.
-        table: which table the programs process (``Prepared.tables``), if any; it is one of the tensors.
     """
 
     def __init__(
         self, kernel: Any, programs: int | tuple[int, int], numbers: Sequence[float], constants: dict[str, Any], warps: int = 4,
-        stages: int = 1, *, dtypes: Hashable = None, table: Any = None,
+        stages: int = 1, *, dtypes: Hashable = None,
     ) -> None:  # fmt: skip
-        self.kernel, self.table = kernel, table
+        self.kernel = kernel
         self.programs = programs if isinstance(programs, tuple) else (programs, 1)
         self.numbers, self.constants = tuple(numbers), constants
         self.options, self.dtypes = {"num_warps": warps, "num_stages": stages}, dtypes

@@ -56,12 +56,10 @@ def _tile_launch(
     if hopper is not None:
         return hopper
     size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
-    tiles = p.num_tiles(of_keys, size.rows)
-    blocks = {"ROWS": size.rows, "BLOCK": size.block, "PRECISION": p.call.precision, "STAGES": size.stages, "lists": None, "FORM": None}
+    parts = p.tile // size.rows
+    blocks = {"ROWS": size.rows, "PARTS": parts, "BLOCK": size.block, "STAGES": size.stages, "lists": None, "FORM": None}
     constants = {**p.constants, **flags, **masks, **blocks}
-    return KernelLaunch(
-        kernel, tiles * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype, table=(of_keys, size.rows)
-    )  # fmt: skip
+    return KernelLaunch(kernel, p.num_tiles[of_keys] * parts * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -89,8 +87,8 @@ def forward(
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
     with on_device(q.device):
-        made = p.tables(launches[0].table)
-    tables = p.read_with(made.rows[0], p.packed(padding), words, packed_bias(bias))
+        made = p.tables
+    masks = p.read_with(p.packed(padding), words, packed_bias(bias))
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
     def waiting() -> tuple[Tensor, Tensor]:
@@ -99,15 +97,16 @@ def forward(
         own, part_lse = space.tensors()
         return own if parts is None else parts, part_lse
 
-    fixed = [x.data_ptr() for x in tables]
+    spans_at, queries_at, _ = made.pointers
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
-        launches[0]([*addresses, own, part_lse, *fixed], lambda: (*given, *waiting(), *tables), p.index)
+        pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in masks)]
+        launches[0](pointers, lambda: (*given, *waiting(), made.tensors()[1], *masks), p.index)
         if rows:
-            tables = made.spans, p.starts, p.lengths, p.rates, p.offsets
-            pointers = [*addresses[3:], own, part_lse, *(x.data_ptr() for x in tables)]
-            launches[1](pointers, lambda: (out, lse, *waiting(), *tables), p.index)
+            of_pattern = p.starts, p.lengths, p.rates, p.offsets
+            pointers = [*addresses[3:], own, part_lse, spans_at, *(x.data_ptr() for x in of_pattern)]
+            launches[1](pointers, lambda: (out, lse, *waiting(), made.tensors()[0], *of_pattern), p.index)
 
 
 def packed_bias(bias: Bias | None) -> Tensor | None:
@@ -180,28 +179,30 @@ def backward(
 
     def queries() -> tuple[Tensor, ...]:
         stats, q_parts, _, _ = waiting()
-        return *given, stats, grads[0], q_parts, *tables
+        return *given, stats, grads[0], q_parts, made.tensors()[1], *query_masks
 
     def keys() -> tuple[Tensor, ...]:
         stats, _, k_parts, v_parts = waiting()
-        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, *key_tables
+        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, made.tensors()[2], *key_masks
 
     with on_device(q.device):
-        made = p.tables(launches[0].table, launches[1].table)
+        made = p.tables
     packed = packed_bias(bias)
-    tables = p.read_with(made.rows[0], p.packed(padding), words, packed)
+    query_masks = p.read_with(p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
-    *key_tables, _, _, words_b, of_bias = p.read_with(made.rows[1], padding, words, packed)
-    key_tables += words_b, of_bias
+    offsets, hidden, _, _, *others = p.read_with(padding, words, packed)
+    key_masks = offsets, hidden, *others
+    spans_at, queries_at, keys_at = made.pointers
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
-        launches[0]([*addresses, stats_at, results[0], q_at, *(x.data_ptr() for x in tables)], queries, p.index)
-        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, *(x.data_ptr() for x in key_tables)]
+        launches[0]([*addresses, stats_at, results[0], q_at, queries_at, *(x.data_ptr() for x in query_masks)], queries, p.index)
+        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_masks)]
         launches[1](pointers, keys, p.index)
         if q_size or k_size:
-            spans = made.spans, p.starts, p.lengths, p.rates, p.offsets
-            launches[2]([*results, q_at, k_at, v_at, *(x.data_ptr() for x in spans)], lambda: (*grads, *waiting()[1:], *spans), p.index)
+            of_pattern = p.starts, p.lengths, p.rates, p.offsets
+            pointers = [*results, q_at, k_at, v_at, spans_at, *(x.data_ptr() for x in of_pattern)]
+            launches[2](pointers, lambda: (*grads, *waiting()[1:], made.tensors()[0], *of_pattern), p.index)
     if bias is not None and bias.gradient is not None:
         bias.gradient.add_(of_slopes.sum((0, 2)))
 

@@ -69,14 +69,16 @@ class Span(NamedTuple):
     Args:
         length, places: segment length, and places per segment.
         base: place of segment 0.
-        first, segments: index of the first segment with positions in the range, and the number of such segments.
+        segments: the number of segments with positions in the range.
+        first_rows, last_rows: the most rows that the first of them and the last of several have in the range; 0 without one.
     """
 
     length: int
     places: int
     base: int
-    first: int
     segments: int
+    first_rows: int
+    last_rows: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,22 +96,28 @@ def share_keys(offsets: tuple[tuple[int, ...], ...], group: int) -> bool:
     return all(len(set(row[h : h + group])) == 1 for row in offsets for h in range(0, len(row), group))
 
 
-@functools.lru_cache(maxsize=256)
 def step_of(walk: Walk, offsets: tuple[tuple[int, ...], ...]) -> int:
     """Returns a power of 2: branches other than the direct one take only every ``step``-th row of a head, or any row if it is 1.
 
     The step divides the rates of those branches, and a head's offsets agree modulo it. It depends on lengths only in whether it is 1.
     """
-    others = [b for b in range(walk.num_branches) if b != walk.direct]
-    if walk.direct < 0 or walk.direct != walk.key_direct or not others:
+    if walk.direct < 0 or walk.direct != walk.key_direct:
         return 1
-    step = math.gcd(*(walk.branches[b][1] for b in others))
+    step, lengths = _step_of(walk.branches, offsets, walk.direct)
+    longest = max([end - start for start, end in walk.documents])
+    begins = walk.queries[0], *[start for start, _ in walk.documents], *[w for w in lengths if w < longest]
+    return 1 if any([begin % step for begin in begins]) else step  # noqa: C419 - a generator takes longer
+
+
+@functools.lru_cache(maxsize=256)
+def _step_of(branches: tuple[tuple[int, int], ...], offsets: tuple[tuple[int, ...], ...], direct: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the step wherever every segment begins at a multiple of it, and the segment lengths of the other branches."""
+    others = [b for b in range(len(branches)) if b != direct]
+    step = math.gcd(*(branches[b][1] for b in others))
     step &= -step
-    while any(len({row[head] % step for b, row in enumerate(offsets) if b != walk.direct}) > 1 for head in range(len(offsets[0]))):
+    while any(len({offsets[b][head] % step for b in others}) > 1 for head in range(len(offsets[0])) if step):
         step //= 2
-    longest = max(end - start for start, end in walk.documents)
-    begins = walk.queries[0], *(start for start, _ in walk.documents), *(w for w, _ in (walk.branches[b] for b in others) if w < longest)
-    return 1 if any(begin % step for begin in begins) else step
+    return max(step, 1), tuple(branches[b][0] for b in others)
 
 
 def make_spans(walk: Walk, of_keys: bool) -> Spans:
@@ -132,24 +140,24 @@ def _spans(branches: tuple[tuple[int, int], ...], documents: tuple[Range, ...], 
             length = min(w, end - start)
             places = -(-length // rate)
             low, high = max(start, first_position), min(end, last_position)
-            first = (low - start) // length
-            count = (high - 1 - start) // length - first + 1 if low < high else 0
-            of_documents.append(Span(length, places, base - first * places, first, count))
+            count = first = first_rows = last_rows = 0
+            if low < high:
+                first, last = (low - start) // length, (high - 1 - start) // length
+                count = last - first + 1
+                first_rows = -(-(min(start + (first + 1) * length, high) - low) // rate)
+                last_rows = -(-(high - start - last * length) // rate) if count > 1 else 0
+            of_documents.append(Span(length, places, base - first * places, count, first_rows, last_rows))
             base += count * places
         spans[branch] = tuple(of_documents)
     return Spans(tuple([spans[b] for b in range(len(branches))]), apart if direct >= 0 else base, base)
 
 
-def num_tiles(walk: Walk, of_keys: bool, tile: int) -> int:
-    """Returns the number of tiles of ``tile`` queries, or keys."""
-    low, high = walk.keys if of_keys else walk.queries
-    total = 0
-    for (_, rate), of_documents in zip(walk.branches, make_spans(walk, of_keys).of_branch, strict=True):
-        for (start, end), (length, places, _, first, count) in zip(walk.documents, of_documents, strict=True):
-            # segments between the first and the last one are whole
-            total += max(0, count - 2) * -(-places // tile)
-            for segment in {first, first + count - 1} if count else ():
-                begin = start + segment * length
-                rows = -(-(min(begin + length, end, high) - max(begin, low)) // rate)
-                total += -(-rows // tile)
-    return total
+def num_tiles(spans: Spans, tile: int) -> int:
+    """Returns the number of tiles of ``tile`` positions. Segments between the first and the last one of a document are whole."""
+    return sum(
+        [
+            -(-span.first_rows // tile) - (-span.last_rows // tile) + max(0, span.segments - 2) * -(-span.places // tile)
+            for of_documents in spans.of_branch
+            for span in of_documents
+        ]
+    )

@@ -10,7 +10,7 @@ import triton.language as tl
 from dilated_attention.backends.tiles.rows import WIDTH
 
 _VARYING = [
-    "num_documents", "num_positions", "q_first", "q_last", "num_keys", "direct", "key_direct", "tile0", "tile1", "rows0",
+    "num_documents", "num_positions", "q_first", "q_last", "num_keys", "direct", "key_direct", "tile", "rows0",
     "longest", "steps", "order",
 ]  # fmt: skip
 
@@ -42,7 +42,7 @@ def _num_tiles(start, end, length, rate, segment, low, high, tile):
 @triton.jit(do_not_specialize=_VARYING)
 def spans_kernel(
     spans_ptr, counts_ptr, starts_ptr, lengths_ptr, rates_ptr, num_documents, num_positions, q_first, q_last, num_keys, direct, key_direct,
-    tile0, tile1, order, BRANCHES: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
+    tile, order, BRANCHES: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the spans of one branch (program 0) and the tiles before each document, for queries (program 1: 0) or keys (1).
 
@@ -51,7 +51,7 @@ def spans_kernel(
     """
     branch, of_keys = tl.program_id(0), tl.program_id(1)
     low, high = tl.where(of_keys == 1, 0, q_first), tl.where(of_keys == 1, num_keys, q_last)
-    last, tile = tl.where(of_keys == 1, key_direct, direct), tl.where(of_keys == 1, tile1, tile0)
+    last = tl.where(of_keys == 1, key_direct, direct)
     base = tl.program_id(0) * 0
     for other in range(BRANCHES):
         # the direct branch's places come last
@@ -85,8 +85,8 @@ def spans_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def table_kernel(
-    table_ptr, spans_ptr, counts_ptr, starts_ptr, lengths_ptr, rates_ptr, num_documents, num_positions, q_first, q_last, num_keys, tile0,
-    tile1, order, rows0, longest, steps, BRANCHES: tl.constexpr, CAUSAL: tl.constexpr, ONE: tl.constexpr,
+    table_ptr, spans_ptr, counts_ptr, starts_ptr, lengths_ptr, rates_ptr, num_documents, num_positions, q_first, q_last, num_keys, tile,
+    order, rows0, longest, steps, BRANCHES: tl.constexpr, CAUSAL: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """Writes a row of the table of queries, which has ``rows0`` rows, or of that of keys, which follows it.
 
@@ -96,7 +96,6 @@ def table_kernel(
     row = tl.program_id(0)
     of_keys = (row >= rows0).to(tl.int32)
     low, high = tl.where(of_keys == 1, 0, q_first), tl.where(of_keys == 1, num_keys, q_last)
-    tile = tl.where(of_keys == 1, tile1, tile0)
     row_of_table = row - of_keys * rows0
     branch, index = row * 0, row * 0
     for b in range(BRANCHES):

@@ -85,5 +85,6 @@ def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) 
     if strides not in p.launches:
         p.launches[strides] = (combine_launch(p, *strides),)
     with on_device(device):
-        tensors = *results, *parts, p.tables().spans, p.starts, p.lengths, p.rates, p.offsets
-        p.launches[strides][0]([x.data_ptr() for x in tensors], lambda: tensors, p.index)
+        given, of_pattern, tables = (*results, *parts), (p.starts, p.lengths, p.rates, p.offsets), p.tables
+        pointers = [*(x.data_ptr() for x in given), tables.pointers[0], *(x.data_ptr() for x in of_pattern)]
+        p.launches[strides][0](pointers, lambda: (*given, tables.tensors()[0], *of_pattern), p.index)

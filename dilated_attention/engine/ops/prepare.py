@@ -55,14 +55,14 @@ def make_plan(
     is_plain, is_one = documents is None, documents is None or len(documents) == 1
     documents = ((0, Nk),) if documents is None else documents
     longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
-    length = max([-(-min(w, longest) // r) for w, r in pattern.branches])
+    length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
     causal, window = settings.is_causal, settings.window_sides
     # what differs from pair to pair is cut for each launch
     by_position = settings.dropout_p > 0 or settings.has_bias
     shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)
     both = settings.detached and (settings.needs_grad or is_backward)
 
-    def decide() -> tuple[AttentionRequest, Backend, bool]:
+    def decide() -> tuple[AttentionRequest, Options, Backend, bool]:
         request = request_of(
             tensors[:4], settings, is_backward, longest, length, hardware=hardware, key_mask=has_padding, window=window is not None,
             precision=settings.precision,
@@ -71,8 +71,10 @@ def make_plan(
         named = settings.backend != "auto"
         if not named:
             chosen = registry.get(packed_library(pattern, shape, request, B, chosen.name))
-        return request, chosen, runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms)
+        is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms)
+        return request, Options(settings.scale, deterministic=request.deterministic, softcap=settings.softcap), chosen, is_whole
 
+    kind = decided = None
     if is_one and shape.queries == shape.keys:
         # one answer for calls of this kind, whatever their length
         is_gpu = (q.device.type if hardware is None else hardware.device_type) == "cuda"
@@ -80,19 +82,16 @@ def make_plan(
         state = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
         kind = settings, pattern, is_backward, has_padding, host_ms, B, H, Hk, D, q.dtype, hardware or q.device, kinds, state
         decided = registry.cached.get(kind)
-        if decided is None:
-            decided = decide()
-            registry.remember(kind, decided)
-        request, chosen, is_whole = decided
-    else:
-        request, chosen, is_whole = decide()
+    request, options, chosen, is_whole = decided or decide()
+    if kind is not None and decided is None:
+        registry.remember(kind, (request, options, chosen, is_whole))
 
     can = chosen.capabilities
-    shape = shape._replace(window_block=None if can.native_window else WINDOW_BLOCK, aligned_last=can.aligned_last)
+    if not is_whole and (can.aligned_last or not can.native_window):
+        shape = shape._replace(window_block=None if can.native_window else WINDOW_BLOCK, aligned_last=can.aligned_last)
     plan = Plan(
         settings=settings, pattern=pattern, shape=shape, is_backward=is_backward, size=(B, D, q.element_size()),
-        runner=run_problems, request=request, backend=chosen, capabilities=can,
-        options=Options(scale=settings.scale, deterministic=request.deterministic, softcap=settings.softcap), dtype=q.dtype,
+        runner=run_problems, request=request, backend=chosen, capabilities=can, options=options, dtype=q.dtype,
         position_offset=position_offset, first_head=first_head,
     )  # fmt: skip
     plan.is_saved = saved and is_backward
@@ -109,7 +108,8 @@ def make_plan(
     elif is_whole:
         plan.runner, plan.backend = tiles, registry.get(NAME)
         plan.capabilities = plan.backend.capabilities
-        tiles.compile_ahead(plan, tensors, has_padding)
+        if decided is None:
+            tiles.compile_ahead(plan, tensors, has_padding)
     else:
         # self-attention over a single document: each row of a branch is in one problem, which begins with its segment
         is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not by_position
@@ -200,7 +200,7 @@ def extent_of(views: Tensors, length: int) -> int:
 
     Spans within 32 bits suit every backend and are 0, so that the answer to one request holds for nearly all lengths.
     """
-    extent = max([(length - 1) * x.stride(1) + (x.shape[2] - 1) * x.stride(2) + x.shape[3] for x in views])
+    extent = max([(length - 1) * s[1] + (n[2] - 1) * s[2] + n[3] for n, s in [(x.shape, x.stride()) for x in views]])
     return extent if extent >= 2**31 else 0
 
 
