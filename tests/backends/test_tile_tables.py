@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.call import Prepared, TileCall
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
-from dilated_attention.backends.tiles.table import Walk, make_spans, num_tiles
+from dilated_attention.backends.tiles.table import Walk, counts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # (branch, offset, position) → place
@@ -76,9 +76,10 @@ def test_every_result_has_one_place_and_one_tile(first: int) -> None:
         walk = random_walk(seed)
         call = TileCall(walk, ((0,),) * walk.num_branches, 1.0, right=right)
         prepared = Prepared(call, 1, 1, 16, torch.float32, torch.device(DEVICE))
-        prepared.tile, prepared.num_tiles = tile, tuple(num_tiles(make_spans(walk, of_keys), tile) for of_keys in (False, True))
+        counts = counts_of(walk, False, tile), counts_of(walk, True, tile)
+        prepared.tile, prepared.num_tiles = tile, (counts[0].num_tiles, counts[1].num_tiles)
         for of_keys, table in zip((False, True), prepared.tables.tensors()[1:], strict=True):
-            spans, direct = make_spans(walk, of_keys), walk.key_direct if of_keys else walk.direct
+            direct = walk.key_direct if of_keys else walk.direct
             places = by_table(walk, of_keys, tile, table.view(-1, 8))
             assert set(places) == taken(walk, of_keys), (seed, walk)
             # a head has one offset in each branch: of those with equal places no two meet in one head
@@ -87,9 +88,9 @@ def test_every_result_has_one_place_and_one_tile(first: int) -> None:
                 assert (branch, offset) not in heads.setdefault(place, set()), (seed, walk)
                 heads[place].add((branch, offset))
             assert all(len({branch for branch, _ in owners}) == 1 for owners in heads.values())
-            assert min(heads) >= 0 and max(heads) < spans.all_places
+            assert min(heads) >= 0 and max(heads) < counts[of_keys].all_places
             # what need not wait in memory comes last
-            assert all((place >= spans.num_places) == (branch == direct) for (branch, _, _), place in places.items())
+            assert all((place >= counts[of_keys].num_places) == (branch == direct) for (branch, _, _), place in places.items())
 
 
 class Compiled:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_
-from dilated_attention.backends.tiles.table import make_spans
+from dilated_attention.backends.tiles.table import place_of
 from dilated_attention.engine.branches import places
 from dilated_attention.engine.branches.places import Layout
 from dilated_attention.engine.ops import definition, prepare
@@ -31,7 +31,8 @@ def run_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 def at_positions(layout: Layout, branch: int, x: Tensor, empty: float) -> Tensor:
     """Spreads results (H, places, …) over positions: (B, N, H, …), ``empty`` where the branch takes no row."""
     (length, rate), n = layout.walk.branches[branch], torch.arange(layout.walk.documents[0][1], device=x.device)[:, None]
-    of_entries = torch.tensor([[[span.base]] for span in make_spans(layout.walk, False).of_branch[branch]], device=x.device)
+    base, places, segments = place_of(layout.walk, branch)
+    of_entries = base + torch.arange(len(layout.walk.documents), device=x.device)[:, None, None] * places * segments
     offset = torch.tensor(layout.offsets[branch], device=x.device)
     t = n % length - offset
     taken = ((offset >= 0) & (t >= 0) & (t % rate == 0)).expand(len(of_entries), *t.shape)

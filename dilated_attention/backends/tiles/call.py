@@ -16,14 +16,12 @@ from dilated_attention.backends.tiles import padding as pad
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
 from dilated_attention.backends.tiles.scratch import LARGE_MEMORY, Extent
 from dilated_attention.backends.tiles.sizes import head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, make_spans, num_tiles, share_keys
+from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, counts_of, share_keys
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
 Tensors = tuple[Tensor, ...]
 # documents that a program takes at a time
 _DOCUMENTS = 512
-# the most positions of a tile of a table: as many as any kernel computes at a time
-TILE = 128
 
 
 @dataclass(frozen=True)
@@ -99,26 +97,19 @@ class Prepared:
         assert self.shared or walk.key_direct < 0
         self.key_heads = kv_heads if self.shared else self.num_heads
         # numbers of places: those that the merge and the sum read, and those of all branches, for δ
-        query_spans, key_spans = make_spans(walk, False), make_spans(walk, True)
-        self.part_rows, self.delta_rows = query_spans.num_places, query_spans.all_places
-        if max(query_spans.all_places, key_spans.all_places) > MAX_PLACES:
+        self.longest, self.tile = walk.longest, walk.tile
+        (self.part_rows, self.delta_rows, query_tiles), of_keys = counts_of(walk, False), counts_of(walk, True)
+        self.key_part_rows, self.num_tiles = of_keys.num_places, (query_tiles, of_keys.num_tiles)
+        if (most := max(self.delta_rows, of_keys.all_places)) > MAX_PLACES:
             raise ValueError(
-                f"branches take {max(query_spans.all_places, key_spans.all_places):,} positions per head; "
-                f'tiles can count up to {MAX_PLACES:,}: use backend="auto", or shorter sequences'
+                f'branches take {most:,} positions per head; tiles can count up to {MAX_PLACES:,}: use backend="auto", or shorter sequences'
             )
-        self.key_part_rows = key_spans.num_places
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.offsets, self.lengths, self.rates = constants_of(walk.branches, call.offsets, device)
         self._tables: Tables | None = None
         self._starts: Tensor | None = None
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
         D0, D1 = head_blocks(head_dim)
-        # the longest document, and the most positions that a segment takes
-        self.longest_document = max([end - start for start, end in walk.documents])
-        self.longest = max([(min(w, self.longest_document) + r - 1) // r for w, r in walk.branches])
-        # positions of a tile; a segment of fewer is one tile
-        self.tile = min(TILE, max(16, 1 << (self.longest - 1).bit_length()))
-        self.num_tiles = num_tiles(query_spans, self.tile), num_tiles(key_spans, self.tile)
         self.bounds = (call.left or 0, call.right or 0)
         self.constants: dict[str, Any] = {
             "D": head_dim, "D0": D0, "D1": D1, "LEFT": call.left is not None, "RIGHT": call.right is not None, "CUT": walk.is_cut,
@@ -214,7 +205,7 @@ class Prepared:
             {**sizes, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
         )  # fmt: skip
         make_rows = KernelLaunch(
-            table_kernel, num_rows, (*ends, self.tile, order, self.num_tiles[0], self.longest_document, walk.steps),
+            table_kernel, num_rows, (*ends, self.tile, order, self.num_tiles[0], walk.longest_document, walk.steps),
             {"BRANCHES": branches, "CAUSAL": self.call.right == 0, "ONE": is_one}, warps=1, dtypes=(),
         )  # fmt: skip
         spans, before, rows = space.pointers
@@ -235,7 +226,8 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=512)
+# both passes, and the layers of a model, share what is made for a length or for documents
+@functools.lru_cache(maxsize=64)
 def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
-    """Returns a cached ``Prepared``. For packed documents, whose boundaries change, use the class directly."""
+    """Returns a cached ``Prepared``."""
     return Prepared(call, batch, kv_heads, head_dim, dtype, device)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 Range = tuple[int, int]
 # positions and places are counted in 32 bits
 MAX_PLACES = 2**31 - 2**20
+_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -57,37 +58,32 @@ class Walk:
         whole = 0, self.documents[-1][1]
         return self.queries != whole or self.keys != whole
 
+    @functools.cached_property
+    def longest_document(self) -> int:
+        return max([end - start for start, end in self.documents])
+
+    @property
+    def longest(self) -> int:
+        """The most positions that a segment takes."""
+        return max([-(-min(w, self.longest_document) // rate) for w, rate in self.branches])
+
+    @property
+    def tile(self) -> int:
+        """Positions of a tile: as many as any kernel computes at a time; a segment of fewer is one tile."""
+        return min(_TILE, max(16, 1 << (self.longest - 1).bit_length()))
+
     @property
     def steps(self) -> int:
         """The number of bisection steps that find a position's document."""
         return (len(self.documents) - 1).bit_length()
 
 
-class Span(NamedTuple):
-    """Where the results of one document and branch are stored.
+class Counts(NamedTuple):
+    """The number of places in all branches except the direct one, and in all branches, and of tiles of a table."""
 
-    Args:
-        length, places: segment length, and places per segment.
-        base: place of segment 0.
-        segments: the number of segments with positions in the range.
-        first_rows, last_rows: the most rows that the first of them and the last of several have in the range; 0 without one.
-    """
-
-    length: int
-    places: int
-    base: int
-    segments: int
-    first_rows: int
-    last_rows: int
-
-
-@dataclass(frozen=True, eq=False)
-class Spans:
-    """The spans of each branch, one a document, and the number of places in all branches except the direct one, and in all branches."""
-
-    of_branch: tuple[tuple[Span, ...], ...]
     num_places: int
     all_places: int
+    num_tiles: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,8 +100,7 @@ def step_of(walk: Walk, offsets: tuple[tuple[int, ...], ...]) -> int:
     if walk.direct < 0 or walk.direct != walk.key_direct:
         return 1
     step, lengths = _step_of(walk.branches, offsets, walk.direct)
-    longest = max([end - start for start, end in walk.documents])
-    begins = walk.queries[0], *[start for start, _ in walk.documents], *[w for w in lengths if w < longest]
+    begins = walk.queries[0], *[start for start, _ in walk.documents], *[w for w in lengths if w < walk.longest_document]
     return 1 if any([begin % step for begin in begins]) else step  # noqa: C419 - a generator takes longer
 
 
@@ -120,44 +115,40 @@ def _step_of(branches: tuple[tuple[int, int], ...], offsets: tuple[tuple[int, ..
     return max(step, 1), tuple(branches[b][0] for b in others)
 
 
-def make_spans(walk: Walk, of_keys: bool) -> Spans:
-    """Returns the spans of the results at the queries' positions, or at the positions of all keys."""
+def counts_of(walk: Walk, of_keys: bool, tile: int | None = None) -> Counts:
+    """Returns the counts of the results at the queries' positions, or at the positions of all keys. ``tile``: positions of a tile."""
     positions, direct = (walk.keys, walk.key_direct) if of_keys else (walk.queries, walk.direct)
-    return _spans(walk.branches, walk.documents, positions, direct)
+    return _counts_of(walk.branches, walk.documents, positions, direct, tile or walk.tile)
 
 
 # of self-attention, those of queries and of keys are the same
 @functools.lru_cache(maxsize=16)
-def _spans(branches: tuple[tuple[int, int], ...], documents: tuple[Range, ...], positions: Range, direct: int) -> Spans:
+def _counts_of(branches: tuple[tuple[int, int], ...], documents: tuple[Range, ...], positions: Range, direct: int, tile: int) -> Counts:
     first_position, last_position = positions
-    spans: dict[int, tuple[Span, ...]] = {}
-    base = apart = 0
-    for branch in sorted(range(len(branches)), key=lambda b: b == direct):
-        w, rate = branches[branch]
-        apart = base if branch == direct else apart
-        of_documents = []
+    all_places = apart = tiles = 0
+    for branch, (w, rate) in enumerate(branches):
+        places = 0
         for start, end in documents:
             length = min(w, end - start)
-            places = -(-length // rate)
-            low, high = max(start, first_position), min(end, last_position)
-            count = first = first_rows = last_rows = 0
+            low, high = max(start, first_position) - start, min(end, last_position) - start
             if low < high:
-                first, last = (low - start) // length, (high - 1 - start) // length
-                count = last - first + 1
-                first_rows = -(-(min(start + (first + 1) * length, high) - low) // rate)
-                last_rows = -(-(high - start - last * length) // rate) if count > 1 else 0
-            of_documents.append(Span(length, places, base - first * places, count, first_rows, last_rows))
-            base += count * places
-        spans[branch] = tuple(of_documents)
-    return Spans(tuple([spans[b] for b in range(len(branches))]), apart if direct >= 0 else base, base)
+                of_segment, first, last = -(-length // rate), low // length, (high - 1) // length
+                places += (last - first + 1) * of_segment
+                rows = -(-(high - max(low, last * length)) // rate)
+                tiles += -(-rows // tile)
+                if first < last:
+                    # segments between the first and the last one are whole
+                    rows = -(-((first + 1) * length - low) // rate)
+                    tiles += -(-rows // tile) + (last - first - 1) * -(-of_segment // tile)
+        all_places += places
+        apart = places if branch == direct else apart
+    return Counts(all_places - apart, all_places, tiles)
 
 
-def num_tiles(spans: Spans, tile: int) -> int:
-    """Returns the number of tiles of ``tile`` positions. Segments between the first and the last one of a document are whole."""
-    return sum(
-        [
-            -(-span.first_rows // tile) - (-span.last_rows // tile) + max(0, span.segments - 2) * -(-span.places // tile)
-            for of_documents in spans.of_branch
-            for span in of_documents
-        ]
-    )
+def place_of(walk: Walk, branch: int) -> tuple[int, int, int]:
+    """Returns the place of a branch's first result, places per segment and segments per document, of documents of equal length."""
+    start, end = walk.documents[0]
+    lengths = [(min(w, end - start), rate) for w, rate in walk.branches[: branch + 1]]
+    sizes = [(-(-length // rate), -(-(end - start) // length)) for length, rate in lengths]
+    before = sum([places * segments for b, (places, segments) in enumerate(sizes[:-1]) if b != walk.direct])
+    return len(walk.documents) * before, *sizes[-1]

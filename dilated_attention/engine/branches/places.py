@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.table import Walk, make_spans, share_keys
+from dilated_attention.backends.tiles.table import Walk, counts_of, place_of, share_keys
 from dilated_attention.engine.branches.launches import View
 from dilated_attention.engine.branches.problems import Problem, Range, Shape
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
     @property
     def num_places(self) -> int:
-        return make_spans(self.walk, False).num_places
+        return counts_of(self.walk, False).num_places
 
 
 # what does not follow the length is made once: a length that was not before waits for the host
@@ -58,13 +58,12 @@ def view_of(layout: Layout, index: int, head_dim: int, problem: Problem) -> View
     """
     if problem.branch == layout.walk.direct:
         return None
-    spans, heads, width = make_spans(layout.walk, False), problem.heads, head_dim or 1
-    span = spans.of_branch[problem.branch][0]
-    of_head, segment = spans.num_places * width, problem.q_start // problem.stride
+    (base, places, segments), heads, width = place_of(layout.walk, problem.branch), problem.heads, head_dim or 1
+    of_head, segment = layout.num_places * width, problem.q_start // problem.stride
     more, dense = ((head_dim,), (1,)) if head_dim else ((), ())
     size, stride = (problem.q_len, heads.size, *more), (width, heads.step * of_head, *dense)
-    start = heads.start * of_head + (span.base + segment * span.places) * width
-    return index, span.segments * span.places * width, span.places * width, size, stride, start
+    start = heads.start * of_head + (base + segment * places) * width
+    return index, segments * places * width, places * width, size, stride, start
 
 
 def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dilated_attention.backends.base import Bias
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
-from dilated_attention.backends.tiles.table import make_spans
+from dilated_attention.backends.tiles.table import counts_of
 from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
 from dilated_attention.engine.branches.places import layout_of
@@ -61,13 +61,13 @@ def head_bytes(
     """
     batch, head_dim, itemsize = size
     own, width = detached and pattern.num_branches > 1, head_dim * itemsize
-    spans = make_spans(layout_of(pattern, shape, own if is_backward else is_saved, (0, shape.num_heads)).walk, False)
+    counts = counts_of(layout_of(pattern, shape, own if is_backward else is_saved, (0, shape.num_heads)).walk, False)
     queries, keys = (last - first for first, last in (shape.queries, shape.keys))
     budget = transient_budget(batch * (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * width)
     if is_backward:
         # dq, dk, dv and per-branch outputs; δ and lse of each row
-        return spans.num_places * width * (3 + own) + spans.all_places * 8, budget
-    return spans.num_places * (width + 4), budget
+        return counts.num_places * width * (3 + own) + counts.all_places * 8, budget
+    return counts.num_places * (width + 4), budget
 
 
 def ranges_of(plan: Plan) -> tuple[tuple[Range, Range], ...]:
@@ -86,7 +86,7 @@ def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
     """Returns the shares that run one after another, each with the data its launches have in common."""
     # what follows needs Triton
     from dilated_attention.backends.tiles.backend import float32_precision
-    from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
+    from dilated_attention.backends.tiles.call import TileCall, prepared
 
     shape, pattern = plan.shape, plan.pattern
     # clamp the window to the sequence, so that one compiled kernel serves windows of any width
@@ -99,9 +99,7 @@ def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
     for batch, heads in ranges:
         layout = layout_of(pattern, shape, keeps_parts, heads)
         call = TileCall(layout.walk, layout.offsets, plan.options.scale, left, right, zero_keys, precision)
-        # the documents of a batch do not recur, so caching would not help
-        make = prepared if len(shape.documents) == 1 else Prepared
-        made = make(call, batch[1] - batch[0], (heads[1] - heads[0]) // group, plan.size[1], plan.dtype, device)
+        made = prepared(call, batch[1] - batch[0], (heads[1] - heads[0]) // group, plan.size[1], plan.dtype, device)
         shares.append(Share(batch, heads, len(ranges) == 1, made))
     return tuple(shares)
 
@@ -194,7 +192,7 @@ def terms(plan: Plan) -> Terms:
     # all batch entries take the same amount
     for B, heads in dict.fromkeys((last - first, heads) for (first, last), heads in ranges_of(plan)):
         layout = layout_of(plan.pattern, shape, own if plan.is_backward else is_saved, heads)
-        queries, keys = make_spans(layout.walk, False), make_spans(layout.walk, True)
+        queries, keys = counts_of(layout.walk, False), counts_of(layout.walk, True)
         H = heads[1] - heads[0]
         key_heads = H // (shape.num_heads // shape.num_kv_heads) if layout.shared else H
         extent = Extent(B, H, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
