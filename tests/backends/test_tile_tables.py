@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from dilated_attention.backends.tiles import ahead
-from dilated_attention.backends.tiles.call import Prepared, TileCall
+from dilated_attention.backends.tiles.call import Tables
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
 from dilated_attention.backends.tiles.table import Walk, counts_of
 
@@ -74,11 +74,9 @@ def by_table(walk: Walk, of_keys: bool, tile: int, rows: torch.Tensor) -> Places
 def test_every_result_has_one_place_and_one_tile(first: int) -> None:
     for seed, (tile, right) in itertools.product(range(first, first + 6), ((16, None), (3, 0), (2, None))):
         walk = random_walk(seed)
-        call = TileCall(walk, ((0,),) * walk.num_branches, 1.0, right=right)
-        prepared = Prepared(call, 1, 1, 16, torch.float32, torch.device(DEVICE))
-        counts = counts_of(walk, False, tile), counts_of(walk, True, tile)
-        prepared.tile, prepared.num_tiles = tile, (counts[0].num_tiles, counts[1].num_tiles)
-        for of_keys, table in zip((False, True), prepared.tables.tensors()[1:], strict=True):
+        counts, tables = (counts_of(walk, False, tile), counts_of(walk, True, tile)), Tables(walk, right == 0, tile, torch.device(DEVICE))
+        tables.pointers()
+        for of_keys, table in zip((False, True), tables.tensors()[1:], strict=True):
             direct = walk.key_direct if of_keys else walk.direct
             places = by_table(walk, of_keys, tile, table.view(-1, 8))
             assert set(places) == taken(walk, of_keys), (seed, walk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,39 +49,107 @@ class TileCall:
 
 
 class Tables:
-    """What the launches of both passes read, int32 on the device, flat: spans, the table of queries and the table of keys.
+    """What the launches of both passes read of a walk, int32 on a device: spans, the table of queries and the table of keys, flat.
 
-    spans: (documents, branches, 2): place of segment 0 of queries, and of keys. The tables: (tiles, 8). Views of them are made where a
-    launch asks for tensors, since making one takes longer than a launch.
+    spans: (documents, branches, 2): place of segment 0 of queries, and of keys. The tables: (tiles, 8). They are the same for all heads.
+
+    Args:
+        is_causal: tiles are in the order that suits causality.
+        tile: positions of a tile.
+
+    ``num_tiles``: of queries, and of keys. ``lengths``, ``rates``: of each branch. ``starts``: the documents' starts, then the last one's
+    end, up to a power of two and one more, then the documents from the longest to the shortest; of one document a 0.
     """
 
-    def __init__(self, space: Workspace, num_tiles: tuple[int, int]) -> None:
-        self.space, self.sizes = space, [8 * count for count in num_tiles]
-        spans, _, rows = space.pointers
-        self.pointers = spans, rows, rows + 4 * self.sizes[0]
+    def __init__(self, walk: Walk, is_causal: bool, tile: int, device: torch.device) -> None:
+        self.walk, self.is_causal, self.tile, self.device = walk, is_causal, tile, device
+        self.num_tiles = counts_of(walk, False, tile).num_tiles, counts_of(walk, True, tile).num_tiles
+        self.lengths, self.rates = branches_of(walk.branches, device)
+        self.starts, self.index = _starts_of(walk, device), index_of(device)
+        self._space: Workspace | None = None
+        self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
+
+    def pointers(self) -> tuple[int, int, int]:
+        """Returns those of the spans and of both tables, which are made once. The current device is theirs.
+
+        If another stream made them, the current one waits for it, and their memory is marked as used by this stream.
+        """
+        space = self._space
+        if self._copied is not None and (stream := torch._C._cuda_getCurrentRawStream(self.index)) != self._stream:
+            if space is None:
+                space, self._stream = self._make(), stream
+                self._copied.record(torch.cuda.current_stream(self.device))
+            elif not torch.cuda.is_current_stream_capturing():
+                # a graph cannot wait for events outside it; the call was run before its capture, and the tables made with it
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(self._copied)
+                space.memory.record_stream(current)
+        spans, _, rows = (space or self._make()).pointers
+        return spans, rows, rows + 32 * self.num_tiles[0]
 
     def tensors(self) -> Tensors:
-        spans, _, rows = self.space.tensors()
-        return spans, *rows.split(self.sizes)
+        """Returns views of them, where a launch asks for tensors: making one takes longer than a launch."""
+        assert self._space is not None, "pointers() first"
+        spans, _, rows = self._space.tensors()
+        return spans, *rows.split([8 * count for count in self.num_tiles])
+
+    def _make(self) -> Workspace:
+        walk, of_pattern = self.walk, (self.starts, self.lengths, self.rates)
+        documents, branches, num_rows = len(walk.documents), walk.num_branches, sum(self.num_tiles)
+        # the spans; the tiles before each document; the rows
+        sizes = 2 * documents * branches, 2 * branches * (documents + 1), 8 * num_rows
+        space = self._space = Workspace(self.device, *((size, torch.int32) for size in sizes))
+        ends, is_one, order = (documents, walk.documents[-1][1], *walk.queries, walk.keys[1]), documents == 1, 2**walk.steps + 1
+        make_spans = KernelLaunch(
+            spans_kernel, (branches, 2), (*ends, walk.direct, walk.key_direct, self.tile, order),
+            {"BRANCHES": branches, "ONE": is_one, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
+        )  # fmt: skip
+        make_rows = KernelLaunch(
+            table_kernel, num_rows, (*ends, self.tile, order, self.num_tiles[0], walk.longest_document, walk.steps),
+            {"BRANCHES": branches, "CAUSAL": self.is_causal, "ONE": is_one}, warps=1, dtypes=(),
+        )  # fmt: skip
+        spans, before, rows = space.pointers
+        pointers = [spans, before, *(x.data_ptr() for x in of_pattern)]
+        make_spans(pointers, lambda: (*space.tensors()[:2], *of_pattern), self.index)
+        if num_rows:
+            make_rows([rows, *pointers], lambda: (space.tensors()[2], *space.tensors()[:2], *of_pattern), self.index)
+        return space
 
 
-class Constants(NamedTuple):
-    """What does not depend on the length: offset of each branch and head (branches, H), segment length and rate of each branch, int32."""
+def _starts_of(walk: Walk, device: torch.device) -> Tensor:
+    if len(walk.documents) == 1:
+        return int_tensors(((0,),), device)[0]
+    starts = [start for start, _ in walk.documents]
+    starts += [walk.documents[-1][1]] * (2**walk.steps + 1 - len(starts))
+    starts += sorted(range(len(walk.documents)), key=lambda i: walk.documents[i][0] - walk.documents[i][1])
+    # from pinned memory, so that nothing waits for the copy
+    pinned = torch.tensor(starts, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
-    offsets: Tensor
-    lengths: Tensor
-    rates: Tensor
+
+# what does not depend on the length
+@functools.lru_cache(maxsize=128)
+def int_tensors(numbers: tuple[Any, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns int32 tensors of these numbers."""
+    return tuple([torch.tensor(x, dtype=torch.int32, device=device) for x in numbers])
 
 
-@functools.lru_cache(maxsize=64)
-def constants_of(branches: tuple[tuple[int, int], ...], offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Constants:
+def branches_of(branches: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns segment length and rate of each branch."""
     lengths, rates = zip(*branches, strict=True)
-    parts = offsets, [min(w, 2**31 - 1) for w in lengths], rates
-    return Constants(*(torch.tensor(part, dtype=torch.int32, device=device) for part in parts))
+    return int_tensors((tuple([min(w, 2**31 - 1) for w in lengths]), rates), device)
+
+
+def index_of(device: torch.device) -> int:
+    return NO_DEVICE if device.type == "meta" else device.index or 0
+
+
+# what is made for a length or for documents serves both passes, all layers of a model, and heads that run in turn
+tables_of = functools.lru_cache(maxsize=32)(Tables)
 
 
 class Prepared:
-    """What all launches of a call on one device share: tables, constants and grids. It is built once.
+    """What all launches of a call on one device share: tables, offsets, constants and grids. It is built once.
 
     That of meta tensors only starts compiling what the current GPU will need.
     """
@@ -97,18 +165,14 @@ class Prepared:
         assert self.shared or walk.key_direct < 0
         self.key_heads = kv_heads if self.shared else self.num_heads
         # numbers of places: those that the merge and the sum read, and those of all branches, for δ
-        self.longest, self.tile = walk.longest, walk.tile
-        (self.part_rows, self.delta_rows, query_tiles), of_keys = counts_of(walk, False), counts_of(walk, True)
-        self.key_part_rows, self.num_tiles = of_keys.num_places, (query_tiles, of_keys.num_tiles)
-        if (most := max(self.delta_rows, of_keys.all_places)) > MAX_PLACES:
+        of_queries, of_keys, self.longest = counts_of(walk, False), counts_of(walk, True), walk.longest
+        self.part_rows, self.delta_rows, self.key_part_rows = of_queries.num_places, of_queries.all_places, of_keys.num_places
+        if (most := max(of_queries.all_places, of_keys.all_places)) > MAX_PLACES:
             raise ValueError(
                 f'branches take {most:,} positions per head; tiles can count up to {MAX_PLACES:,}: use backend="auto", or shorter sequences'
             )
         self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
-        self.offsets, self.lengths, self.rates = constants_of(walk.branches, call.offsets, device)
-        self._tables: Tables | None = None
-        self._starts: Tensor | None = None
-        self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
+        self.tables, (self.offsets,) = tables_of(walk, call.right == 0, walk.tile, device), int_tensors((call.offsets,), device)
         D0, D1 = head_blocks(head_dim)
         self.bounds = (call.left or 0, call.right or 0)
         self.constants: dict[str, Any] = {
@@ -118,7 +182,7 @@ class Prepared:
         # words per branch in a packed mask
         self.words = max([pad.words_of(rate, self.num_keys) for _, rate in walk.branches])
         self.columns = 1 << (head_dim - 1).bit_length()
-        self.index = NO_DEVICE if device.type == "meta" else device.index or 0
+        self.index = index_of(device)
         # whether a program has only 99 KiB of shared memory, instead of 163 or 227
         self.small = (of_gpu := capability(device)) is not None and of_gpu not in LARGE_MEMORY
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
@@ -134,7 +198,7 @@ class Prepared:
             blocks = -(-self.words // pad.WORDS)
             numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
             self.launches[key] = (KernelLaunch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}, dtypes=()),)
-        tensors = padding, self.rates, words
+        tensors = padding, self.tables.rates, words
         with on_device(self.device):
             self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
         return words
@@ -150,80 +214,10 @@ class Prepared:
         drawn = words or (nothing, nothing, nothing)
         return nothing, nothing if padding is None else padding, *drawn, nothing if bias is None else bias
 
-    @property
-    def tables(self) -> Tables:
-        """The tables of both passes, which are made once. The current device is theirs.
-
-        If another stream made them, the current one waits for it, and their memory is marked as used by this stream.
-        """
-        if self._copied is None:
-            self._tables = self._tables or self._make()
-            return self._tables
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        if self._tables is None:
-            self._tables, self._stream = self._make(), stream
-            self._copied.record(torch.cuda.current_stream(self.device))
-        elif stream != self._stream and not torch.cuda.is_current_stream_capturing():
-            # a graph cannot wait for events outside it; the call was run before its capture, and the tables made with it
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(self._copied)
-            # one allocation holds all of it
-            self._tables.space.memory.record_stream(current)
-        return self._tables
-
-    @property
-    def starts(self) -> Tensor:
-        """The documents' starts, then the last one's end, up to a power of two and one more, int32; of one document a 0.
-
-        The documents from the longest to the shortest follow, for the order of tiles.
-        """
-        walk = self.call.walk
-        if self._starts is None:
-            if len(walk.documents) == 1:
-                self._starts = _zero(self.device)
-            else:
-                starts = [start for start, _ in walk.documents]
-                starts += [walk.documents[-1][1]] * (2**walk.steps + 1 - len(starts))
-                starts += sorted(range(len(walk.documents)), key=lambda i: walk.documents[i][0] - walk.documents[i][1])
-                # from pinned memory, so that nothing waits for the copy
-                pinned = torch.tensor(starts, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
-                self._starts = pinned.to(self.device, non_blocking=True)
-        return self._starts
-
-    def _make(self) -> Tables:
-        walk, of_pattern = self.call.walk, (self.starts, self.lengths, self.rates)
-        documents, branches, is_one = len(walk.documents), walk.num_branches, len(walk.documents) == 1
-        num_rows = sum(self.num_tiles)
-        # the spans; the tiles before each document; the rows
-        space = Workspace(
-            self.device, *((n, torch.int32) for n in (2 * documents * branches, 2 * branches * (documents + 1), 8 * num_rows))
-        )
-        ends = documents, walk.documents[-1][1], *walk.queries, walk.keys[1]
-        sizes, order = {"BRANCHES": branches, "ONE": is_one}, 2**walk.steps + 1
-        make_spans = KernelLaunch(
-            spans_kernel, (branches, 2), (*ends, walk.direct, walk.key_direct, self.tile, order),
-            {**sizes, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
-        )  # fmt: skip
-        make_rows = KernelLaunch(
-            table_kernel, num_rows, (*ends, self.tile, order, self.num_tiles[0], walk.longest_document, walk.steps),
-            {"BRANCHES": branches, "CAUSAL": self.call.right == 0, "ONE": is_one}, warps=1, dtypes=(),
-        )  # fmt: skip
-        spans, before, rows = space.pointers
-        pointers = [spans, before, *(x.data_ptr() for x in of_pattern)]
-        make_spans(pointers, lambda: (*space.tensors()[:2], *of_pattern), self.index)
-        if num_rows:
-            make_rows([rows, *pointers], lambda: (space.tensors()[2], *space.tensors()[:2], *of_pattern), self.index)
-        return Tables(space, self.num_tiles)
-
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """Returns (rows per program, programs) of a launch over all rows."""
         size = max(8, elements // self.columns)
         return size, -(-rows // size) * heads * self.batch
-
-
-@functools.lru_cache(maxsize=8)
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 # both passes, and the layers of a model, share what is made for a length or for documents

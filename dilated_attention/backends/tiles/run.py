@@ -56,10 +56,10 @@ def _tile_launch(
     if hopper is not None:
         return hopper
     size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
-    parts = p.tile // size.rows
+    parts = p.tables.tile // size.rows
     blocks = {"ROWS": size.rows, "PARTS": parts, "BLOCK": size.block, "STAGES": size.stages, "lists": None, "FORM": None}
     constants = {**p.constants, **flags, **masks, **blocks}
-    return KernelLaunch(kernel, p.num_tiles[of_keys] * parts * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype)
+    return KernelLaunch(kernel, p.tables.num_tiles[of_keys] * parts * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype)
 
 
 def _drawing(dropout_p: float) -> tuple[int, float]:
@@ -87,7 +87,7 @@ def forward(
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
     with on_device(q.device):
-        made = p.tables
+        spans_at, queries_at, _ = p.tables.pointers()
     masks = p.read_with(p.packed(padding), words, packed_bias(bias))
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
@@ -97,16 +97,15 @@ def forward(
         own, part_lse = space.tensors()
         return own if parts is None else parts, part_lse
 
-    spans_at, queries_at, _ = made.pointers
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
         pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in masks)]
-        launches[0](pointers, lambda: (*given, *waiting(), made.tensors()[1], *masks), p.index)
+        launches[0](pointers, lambda: (*given, *waiting(), p.tables.tensors()[1], *masks), p.index)
         if rows:
-            of_pattern = p.starts, p.lengths, p.rates, p.offsets
+            of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
             pointers = [*addresses[3:], own, part_lse, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[1](pointers, lambda: (out, lse, *waiting(), made.tensors()[0], *of_pattern), p.index)
+            launches[1](pointers, lambda: (out, lse, *waiting(), p.tables.tensors()[0], *of_pattern), p.index)
 
 
 def packed_bias(bias: Bias | None) -> Tensor | None:
@@ -179,20 +178,19 @@ def backward(
 
     def queries() -> tuple[Tensor, ...]:
         stats, q_parts, _, _ = waiting()
-        return *given, stats, grads[0], q_parts, made.tensors()[1], *query_masks
+        return *given, stats, grads[0], q_parts, p.tables.tensors()[1], *query_masks
 
     def keys() -> tuple[Tensor, ...]:
         stats, _, k_parts, v_parts = waiting()
-        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, made.tensors()[2], *key_masks
+        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, p.tables.tensors()[2], *key_masks
 
     with on_device(q.device):
-        made = p.tables
+        spans_at, queries_at, keys_at = p.tables.pointers()
     packed = packed_bias(bias)
     query_masks = p.read_with(p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
     offsets, hidden, _, _, *others = p.read_with(padding, words, packed)
     key_masks = offsets, hidden, *others
-    spans_at, queries_at, keys_at = made.pointers
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
@@ -200,9 +198,9 @@ def backward(
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_masks)]
         launches[1](pointers, keys, p.index)
         if q_size or k_size:
-            of_pattern = p.starts, p.lengths, p.rates, p.offsets
+            of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
             pointers = [*results, q_at, k_at, v_at, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[2](pointers, lambda: (*grads, *waiting()[1:], made.tensors()[0], *of_pattern), p.index)
+            launches[2](pointers, lambda: (*grads, *waiting()[1:], p.tables.tensors()[0], *of_pattern), p.index)
     if bias is not None and bias.gradient is not None:
         bias.gradient.add_(of_slopes.sum((0, 2)))
 

@@ -84,6 +84,7 @@ def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) 
     if strides not in p.launches:
         p.launches[strides] = (combine_launch(p, *strides),)
     with on_device(device):
-        given, of_pattern, tables = (*results, *parts), (p.starts, p.lengths, p.rates, p.offsets), p.tables
-        pointers = [*(x.data_ptr() for x in given), tables.pointers[0], *(x.data_ptr() for x in of_pattern)]
+        given, tables = (*results, *parts), p.tables
+        of_pattern = tables.starts, tables.lengths, tables.rates, p.offsets
+        pointers = [*(x.data_ptr() for x in given), tables.pointers()[0], *(x.data_ptr() for x in of_pattern)]
         p.launches[strides][0](pointers, lambda: (*given, tables.tensors()[0], *of_pattern), p.index)

@@ -43,7 +43,7 @@ def launch(p: Prepared, which: str, size: HopperSizes, numbers: Sequence[float],
         flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
     """
     of_keys = which == "key"
-    total = p.num_tiles[of_keys] * p.batch * (p.key_heads if of_keys else p.num_heads)
+    total = p.tables.num_tiles[of_keys] * p.batch * (p.key_heads if of_keys else p.num_heads)
     sizes_of = {name: p.constants[name] for name in ("D", "D0", "D1")}
     all_flags = Flags(**{name: p.constants[name] for name in ("LEFT", "RIGHT", "CUT")}, **flags)
     constants = {**sizes_of, "COLUMNS": p.columns, "BLOCK": size.block, "STAGES": size.stages, "FLAGS": all_flags}
