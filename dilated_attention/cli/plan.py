@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands, "plan", _plan, usage="%(prog)s what --length N [N ...] [options]",
         help="what a kind of attention, or a model, costs: pairs, FLOPs, memory, bytes on the wire, time, and the longest that fits",
-        description="Formulas and fake tensors: nothing is allocated. Times are estimates, each with its source.",
+        description="Formulas: nothing is allocated. Times are estimates, each with its source.",
     )  # fmt: skip
     names, add = [*KINDS, *MODEL_PRESETS], parser.add_argument
     add("what", choices=names, metavar="what", help=f"a kind of attention, or a model preset: {', '.join(names)}")

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, detect, explain_backend
+from dilated_attention.factory.create import configured
 from dilated_attention.functional import explain_decode
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.summary import USABLE, Summary, cache_rows, footprint, readable, summarise
@@ -19,7 +20,7 @@ from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_bra
 from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown
 from dilated_attention.planning.attention import plan_attention
 from dilated_attention.planning.gpus import machine_of
-from dilated_attention.planning.models import model_of, plan_model, stack_of
+from dilated_attention.planning.models import plan_model, sizes_of_parameters, stack_of
 from dilated_attention.planning.plans import Recommendation, Setting, seconds_text
 from dilated_attention.planning.problem import MOST, kind_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_positive
@@ -202,7 +203,7 @@ def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any
     four query heads share a key head. The figures are those of one and two blocks, as building all of a large model takes seconds, even
     empty ones."""
     config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
-    wanted, layers, heads = x.parameters or _PARAMETERS, config.num_layers, config.num_heads
+    wanted, heads = x.parameters or _PARAMETERS, config.num_heads
     shape: dict[str, Any] = {}
     if not (is_preset := {x.parameters, x.heads, x.head_dim} == {None}):
         embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
@@ -215,13 +216,15 @@ def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any
     pattern, made_by = _pattern(x, base, heads, longest)
     overrides: dict[str, Any] = made_by if base == "dilated" else {"attention": base}
     overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if x.causal else {"is_causal": False}) | shape
-    made = [model_of(_PRESET, tuple(sorted((overrides | {"num_layers": count}).items()))) for count in (1, 2)]
-    one, two = (model.num_parameters for model in made)
-    outside, block = 2 * one - two, two - one
     if not is_preset:
-        layers = overrides["num_layers"] = max(1, round((wanted - outside) / block))
-    sizes = {"embedding.weight": outside, "blocks": layers * block}
-    return overrides, summarise(_PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1)
+        sizes = sizes_of_parameters(configured(_PRESET, **overrides, num_layers=1)[0])
+        overrides["num_layers"] = max(1, round((wanted - sum(sizes.values())) / sizes["blocks"]) + 1)
+    return overrides, _summary(_PRESET, overrides)
+
+
+def _summary(preset: str, overrides: dict[str, Any]) -> Summary:
+    config, _ = configured(preset, **overrides)
+    return summarise(preset, stack_of(config), sizes_of_parameters(config), (1,), memory=1)
 
 
 def _take_model(x: Any, preset: str, overrides: dict[str, Any], summary: Summary) -> None:
@@ -249,7 +252,7 @@ def _training(x: Any) -> None:
     # segments, offsets, tail and gradient are those that the weights were trained with
     is_slides = x.name == "torchscale"
     preset, x.what = (_GIGAPATH, "slide") if is_slides else (_PRESET, "model")
-    overrides, summary = ({}, model_of(_GIGAPATH, ()).summary()) if is_slides else _model(x, x.base)
+    overrides, summary = ({}, _summary(_GIGAPATH, {})) if is_slides else _model(x, x.base)
     contexts = [c for c in range(min(gpus // math.gcd(x.batch, gpus), most), most + 1) if gpus % c == 0]
     tried = [
         (checkpointed, context, count)
