@@ -34,6 +34,8 @@ _TRAFFIC, _OF_FORWARD, _ROTARY = 13.5, 0.4, 1.7
 # fitted to steps on an H200 (benchmarks/results/2026-11-21-h200/decode.jsonl; 2026-11-21-h200/train-infer.json holds others): a step of
 # 12 blocks that reads few keys takes 0.84 ms as a CUDA graph, and a dense row of many keys reads at 3.7 to 4.5 of the 4.8 TB/s
 _DECODE_SECONDS, _READ_SHARE = 0.84e-3 / 12, 0.9
+# of the kernels of functional.fused_layers
+_MOST_COLUMNS = 16384
 # rows over which the keys of a generated token are averaged
 _ROWS = 4096
 Terms = tuple[tuple[str, int], ...]
@@ -195,7 +197,9 @@ def _peak_of(run: Run, problems: tuple[Problem, ...]) -> tuple[Terms, str]:
     passing = max(rows * passing, inside[1])
     kept = saved
     if run.checkpoints:
-        kept, passing = rows * run.weight * embed, passing + saved
+        # autocast keeps what it has cast itself: weights of layers that no kernel computes, as there is no norm, or rows are too long
+        cast = embed * (not stack.sub_norm) + stack.inner_dim * (stack.inner_dim > _MOST_COLUMNS)
+        kept, passing = rows * run.weight * embed + e * embed * cast * (run.weight != e), passing + saved
     activations = given + stack.num_layers * kept
     loss, loss_grads = _loss_of(run, rows, e)
     always.append(("optimizer's moments", -(-2 * total // run.shards)))
