@@ -24,8 +24,8 @@ from dilated_attention.cli.common import (
     width,
 )
 from dilated_attention.factory import MODEL_PRESETS
+from dilated_attention.models.config import RING_KINDS
 from dilated_attention.parsing import UsageError, below, size
-from dilated_attention.planning.advice import KINDS as ADVISED
 from dilated_attention.planning.plans import plans_table
 from dilated_attention.planning.problem import KINDS
 
@@ -36,10 +36,9 @@ _OF_MODELS = ("checkpoint", "weight_shards")
 _ADVISED = ("gpu", "memory", "parameters", "heads", "head_dim", "gpus", "batch", "users", "causal", "attention")
 WHERE = """Measuring is in the source, not in the package: clone it and call there
 
-    python -m benchmarks speed          named cases beside others, at lengths that change and at one that repeats
+    python -m benchmarks speed          named cases beside others, with errors against float64
     python -m benchmarks extreme        the longest sequence that fits
     python -m benchmarks train-infer    generating, training steps of slide encoders, equality with TorchScale
-    python -m benchmarks accuracy       errors against float64
     torchrun --nproc-per-node 2 -m benchmarks scaling
 
 What a call or a model will take here, without running it: plan. Which kernel runs and why: info."""
@@ -91,7 +90,7 @@ def add(commands: Any) -> None:
     add("--batch", type=size, help="sequences of a training step over all GPUs; default: 1")
     add("--users", type=size, help="requests at a time over all GPUs; default: 32")
     add("--causal", action=argparse.BooleanOptionalAction, help="default: causal, except for encoders")
-    add("--attention", choices=ADVISED, help="which the model has or must have; default: chosen by rules")
+    add("--attention", choices=tuple(RING_KINDS.values()), help="which the model has or must have; default: chosen by rules")
 
     parser = add_command(commands, "bench", _bench, has_json=False, help="where measuring is")
     parser.add_argument("suite", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

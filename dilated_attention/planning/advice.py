@@ -13,8 +13,8 @@ import torch
 
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Explanation, detect, explain_backend
 from dilated_attention.factory.create import configured
-from dilated_attention.functional import explain_decode
 from dilated_attention.models import LongNetConfig
+from dilated_attention.models.config import RING_KINDS
 from dilated_attention.models.summary import USABLE, Summary, cache_rows, readable, summarise
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_branches
 from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown
@@ -35,7 +35,6 @@ USE_CASES: Mapping[str, str] = {
     "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
     "huggingface": "train or fine-tune a transformers model",
 }
-KINDS = ("dense", "dilated", "block_sparse")
 # the arguments that use cases take in addition to length, gpu and memory, where they are not those of training
 _TAKES = {
     "training": "parameters heads head_dim gpus batch causal attention", "long-context": "parameters heads head_dim gpus attention",
@@ -59,15 +58,12 @@ _RING, _SLIDE, _SAME = "docs/ring.md, Figures", "docs/slide_encoder.md, NVIDIA H
 _NOTHING_FITS = "weights, gradients and the optimizer alone do not fit"
 _REGISTER = "from dilated_attention.integrations.huggingface import register"
 Fields = tuple[str, ...]
-# of a sequence that several GPUs share: what was measured, and why it is laid out as it is
+# what was measured of a sequence that several GPUs share
 _SHARED = {
-    "dense": ("causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
-              "gives every process equally many pairs"),
-    "dilated": ("forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
-                "branches inside a process need no exchange"),
-    "block_sparse": ("a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
-                     "a window's blocks are near"),
-}  # fmt: skip
+    "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
+    "dilated": "forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
+    "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
+}
 
 
 def recommend(
@@ -173,7 +169,7 @@ def _checked(name: str, value: Any) -> Any:
     if name == "causal":
         check_bool(name, value)
     elif name == "attention":
-        one_of(name, value, KINDS)
+        one_of(name, value, tuple(RING_KINDS.values()))
     elif check_positive(name, value) > 1e16:
         raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most 1e16")
     return value
@@ -272,11 +268,7 @@ def _training(x: Any) -> list[Fields]:
     settings = [_memory(x, plan.peak, plan.fits, reason)]
     reason = "without it the activations do not fit" if x.checkpointed else "the activations fit, and computing blocks twice costs time"
     reason += ": a training step of GigaPath's encoder took 235 ms and 4.2 GB with it, 163 ms and 11.9 GB without, on an H200"
-    settings.append(("checkpoint_activations", str(x.checkpointed), reason, _SLIDE))
-    if is_slides:
-        reason = "reads them with weights_only, without TorchScale; outputs were within 5.3e-7 of the original's in float32"
-        return [*settings, ("weights", 'load_torchscale("slide_encoder.pth")', reason, _SAME)]
-    return [*settings, *_spread(x), _batch(x, plan.batch_size)]
+    return [*settings, ("checkpoint_activations", str(x.checkpointed), reason, _SLIDE), *_spread(x)]
 
 
 def _layer(x: Any) -> list[Fields]:
@@ -289,7 +281,7 @@ def _layer(x: Any) -> list[Fields]:
     if is_shared and x.base == "dense":
         name, arguments = "ring", {}
     x.make, x.arguments, count = "attention", _arguments(name, arguments), max(1, x.batch // x.data)
-    settings = [*_spread(x), _batch(x, count)]
+    settings = list(_spread(x))
     # figures of an unknown GPU are not known
     if not (x.machine.is_cpu and x.hardware.device_type == "cuda"):
         plan = plan_attention(
@@ -311,9 +303,9 @@ def _transformers(x: Any) -> list[Fields]:
     x.implementation = "ring_dilated" if x.context > 1 else "sdpa" if x.base == "dense" else x.base
     x.arguments = _arguments(x.implementation, arguments)
     if x.implementation == "sdpa":
-        return [("integration", '"sdpa"', "transformers' own computes what the model was trained with", _HF), *_spread(x), _batch(x, 1)]
+        return list(_spread(x))
     reason = "a model trained with dense attention computes something else with these layers; padding on the left shifts segments"
-    return [("integration", "fine-tune, with padding on the right", reason, _HF), *_spread(x), _batch(x, 1)]
+    return [("integration", "fine-tune, with padding on the right", reason, _HF), *_spread(x)]
 
 
 def _decoding(x: Any) -> list[Fields]:
@@ -334,21 +326,13 @@ def _decoding(x: Any) -> list[Fields]:
         base = "dilated" if longest >= _LONG else "block_sparse"
     _take_model(x, _PRESET, overrides, summary)
     fitting, rows = max(0, usable - weights) // each, cache_rows(summary.config, x.length)
-    decoder = explain_decode(
-        hardware=x.hardware, dtype=x.dtype, dense=base == "dense", head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads
-    ).chosen
     reason = f"weights of {x.size} parameters and the cache of {count} requests, of which {fitting} would fit"
+    settings = [_memory(x, weights + count * each, fits, reason)]
     cache = "PagedKVCache: model.generate([prompt, …])" if is_serving else "KVCache: model.generate(prompt, …)"
-    kept = f"{readable(each)} per request for the last {rows:,} of {x.length:,} positions; {decoder} reads a row of it"
-    settings: list[Fields] = [
-        _memory(x, weights + count * each, fits, reason),
-        ("KV cache", cache, kept, "docs/decoding.md, What a row reads"),
-    ]
+    reason = f"{readable(each)} per request for the last {rows:,} of {x.length:,} positions"
+    settings.append(("KV cache", cache, reason, "docs/decoding.md, What a row reads"))
     if x.gpus > 1:
         settings.append(("mesh", f"{x.gpus} processes, each with its own requests", "a sequence is continued by one process"))
-    if is_serving:
-        reason = "one request's step is bound by launches: 1,120 tokens/s alone, 16,637 for 32 together, on an H200"
-        settings.append(("batch", f"{count} requests per GPU, of {fitting} that fit", reason, _DECODING))
     return settings
 
 
@@ -356,13 +340,6 @@ def _memory(x: Any, size: int, fits: bool, reason: str) -> Fields:
     x.memory, x.fits = size, fits
     value = f"{readable(size)} per device, {'fits' if fits else 'does not fit'}"
     return "memory", value, f"{reason}; {x.machine.name} has {readable(x.machine.memory)}"
-
-
-def _batch(x: Any, count: int) -> Fields:
-    if x.length <= 16384:
-        reason = "short sequences fill a GPU together: of 4,096 positions the host took 0.589 ms, the kernels 0.363, on an H200"
-        return "batch", f"{count} at a time", reason, _SHORT
-    return "batch", f"{count} at a time", "one long sequence fills a GPU; accumulate gradients for a larger batch"
 
 
 def _layout(x: Any) -> str:
@@ -374,18 +351,19 @@ def _spread(x: Any) -> Iterator[Fields]:
     if x.gpus > 1:
         reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
         if x.context > 1:
-            reason = f"{-(-x.length // x.context):,} tokens per GPU; on four H200 {_SHARED[x.base][0]}"
+            reason = f"{-(-x.length // x.context):,} tokens per GPU; on four H200 {_SHARED[x.base]}"
         elif x.length < _TOKENS_PER_GPU * x.data and x.batch < x.data:
             reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {x.gpus} sequences per step"
         yield "mesh", f"{x.data} × {x.context} (sequences × parts of one)", f"{reason}. FSDP2 or DDP over all {x.gpus}", _RING
     if x.context > 1:
-        yield "layout", f'"{_layout(x)}"', _SHARED[x.base][1], "docs/ring.md, How it works"
+        reason = "zigzag gives every process equally many pairs of causal dense attention; contiguous parts keep near keys on one"
+        yield "layout", f'"{_layout(x)}"', reason, "docs/ring.md, How it works"
 
 
 def _why_kind(x: Any) -> tuple[str, str]:
     """Returns (reason, source) of the kind of attention."""
     if x.name == "torchscale":
-        return "what the weights were trained with, all in the preset", _SAME
+        return 'what the weights were trained with, all in the preset; load_torchscale("slide_encoder.pth") reads them', _SAME
     if x.attention is not None:
         return "requested; a model keeps the attention that it was trained with", _HF
     if x.base == "dense":

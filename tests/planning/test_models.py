@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention import profile_memory
-from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.factory import create_model
 from dilated_attention.pattern import LocalWindow
 from dilated_attention.planning import plan_model
 
@@ -118,16 +117,11 @@ def test_a_step_on_a_cpu_takes_what_is_planned(options: dict[str, Any]) -> None:
     assert plan.peak - beside == pytest.approx(taken, rel=0.15), str(plan)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
-def test_models_of_images_are_planned(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["longvit-4096", "gigapath-12l768d", "llama-1b", "gpt2-124m"])
+def test_parameters_are_those_of_the_model_that_is_made(preset: str) -> None:
     found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)
     assert found.parameters == sum(p.numel() for p in create_model(preset, device="meta").parameters())
     assert found.peak > 16 * found.parameters
-
-
-def test_no_plan_tells_a_figure_with_an_exponent() -> None:
-    assert not re.search(r"\de[+-]?\d", str(plan_model("llama-1b", num_positions=2**20, gpu="H100", num_layers=2)))
 
 
 def slides() -> list[dict[str, Any]]:
