@@ -15,7 +15,7 @@ from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Explanation, dete
 from dilated_attention.factory.create import configured
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.config import RING_KINDS
-from dilated_attention.models.summary import USABLE, Summary, cache_rows, readable, summarise
+from dilated_attention.models.summary import USABLE, cache_bytes, cache_rows, readable
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_branches
 from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown
 from dilated_attention.planning.attention import plan_attention
@@ -193,10 +193,9 @@ def _pattern(x: Any, base: str, heads: int, longest: int | None = None) -> tuple
     return chosen, {"segment_lengths": chosen.segment_lengths, "dilation_rates": chosen.dilation_rates}
 
 
-def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], Summary]:
-    """Returns (overrides of ``_PRESET``, figures) of a model with about this many parameters. Heads have 128 from a billion parameters on,
-    four query heads share a key head. The figures are those of one and two blocks, as building all of a large model takes seconds, even
-    empty ones."""
+def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], LongNetConfig, int]:
+    """Returns (overrides of ``_PRESET``, configuration, number of parameters) of a model with about as many parameters as were asked for.
+    Heads have 128 from a billion parameters on, four query heads share a key head."""
     config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
     wanted, heads = x.parameters or _PARAMETERS, config.num_heads
     shape: dict[str, Any] = {}
@@ -214,18 +213,17 @@ def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any
     if not is_preset:
         sizes = sizes_of_parameters(configured(_PRESET, **overrides, num_layers=1)[0])
         overrides["num_layers"] = max(1, round((wanted - sum(sizes.values())) / sizes["blocks"]) + 1)
-    return overrides, _summary(_PRESET, overrides)
+    return overrides, *_sized(_PRESET, overrides)
 
 
-def _summary(preset: str, overrides: dict[str, Any]) -> Summary:
+def _sized(preset: str, overrides: dict[str, Any]) -> tuple[LongNetConfig, int]:
     config, _ = configured(preset, **overrides)
-    return summarise(preset, stack_of(config), sizes_of_parameters(config), (1,), memory=1)
+    return stack_of(config), sum(sizes_of_parameters(config).values())
 
 
-def _take_model(x: Any, preset: str, overrides: dict[str, Any], summary: Summary) -> None:
-    config, number = summary.config, summary.num_parameters
+def _take_model(x: Any, preset: str, overrides: dict[str, Any], config: LongNetConfig, number: int) -> None:
     x.base, x.pattern, x.heads, x.kv_heads, x.head_dim = config.kind, config.pattern, config.num_heads, config.num_kv_heads, config.head_dim
-    x.number, x.make, x.arguments = number, "model", _arguments(preset, overrides)
+    x.make, x.arguments = "model", _arguments(preset, overrides)
     x.size = f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
@@ -245,7 +243,8 @@ def _training(x: Any) -> list[Fields]:
     gpus, most = x.gpus, _most_context(x)
     # segments, offsets, tail and gradient are those that the weights were trained with
     is_slides = x.name == "torchscale"
-    preset, overrides, summary = (_GIGAPATH, {}, _summary(_GIGAPATH, {})) if is_slides else (_PRESET, *_model(x, x.base))
+    model = (_GIGAPATH, {}, *_sized(_GIGAPATH, {})) if is_slides else (_PRESET, *_model(x, x.base))
+    preset, overrides, *_ = model
     contexts = [c for c in range(min(gpus // math.gcd(x.batch, gpus), most), most + 1) if gpus % c == 0]
     tried = [
         (checkpointed, context, count)
@@ -259,7 +258,7 @@ def _training(x: Any) -> list[Fields]:
         )  # fmt: skip
         if plan.fits:
             break
-    _take_model(x, preset, overrides, summary)
+    _take_model(x, *model)
     x.context, x.data, x.checkpointed = plan.world_size, gpus // plan.world_size, plan.checkpoint_activations
     reason = f"{x.size} parameters with AdamW, {plan.batch_size} sequences at a time, by plan_model"
     if not plan.fits:
@@ -314,18 +313,18 @@ def _decoding(x: Any) -> list[Fields]:
     x.training, count = False, -(-x.users // x.gpus) if is_serving else 1
     itemsize, usable, base, longest = x.dtype.itemsize, int(USABLE * x.machine.memory), x.base, x.length
     while True:
-        overrides, summary = _model(x, base, longest)
-        each = summary.cache_bytes(x.length, itemsize)
+        overrides, config, number = _model(x, base, longest)
+        each = cache_bytes(config, x.length, itemsize)
         assert each is not None, "a causal model of these patterns has a cache"
-        weights = itemsize * summary.num_parameters
+        weights = itemsize * number
         fits = weights + count * each <= usable
         # nothing can be shortened if the segments were given or the weights alone do not fit
         if fits or x.attention is not None or base != "dilated" or weights > usable:
             break
         longest //= 4
         base = "dilated" if longest >= _LONG else "block_sparse"
-    _take_model(x, _PRESET, overrides, summary)
-    fitting, rows = max(0, usable - weights) // each, cache_rows(summary.config, x.length)
+    _take_model(x, _PRESET, overrides, config, number)
+    fitting, rows = max(0, usable - weights) // each, cache_rows(config, x.length)
     reason = f"weights of {x.size} parameters and the cache of {count} requests, of which {fitting} would fit"
     settings = [_memory(x, weights + count * each, fits, reason)]
     cache = "PagedKVCache: model.generate([prompt, …])" if is_serving else "KVCache: model.generate(prompt, …)"

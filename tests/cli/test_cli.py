@@ -91,12 +91,8 @@ def test_show_tells_of_a_model(capsys: Capture, monkeypatch: pytest.MonkeyPatch)
     text = printed(capsys, "show longnet-125m --positions 32768 --memory 80")
     assert "162,160,896" in text and "32,768" in text and "a device with 80 GiB trains" in text
     # a CPU trains in float32
-    here, device = (json.loads(printed(capsys, f"show longnet-tiny --positions 4096 --json {more}")) for more in ("", "--memory 8"))
-    assert here["parameters"] == 631_680 and (here["activation_bytes"], device["activation_bytes"]) == (4, 2)
-    assert here["lengths"][0]["cache_bytes"] == 2 * device["lengths"][0]["cache_bytes"]
-    # weights, gradients and moments are float32 in both; a CPU saves nearly twice as many elements of twice the size
-    fixed = 16 * here["parameters"]
-    assert 3 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) < 4
+    here = json.loads(printed(capsys, "show longnet-tiny --positions 4096 --json"))
+    assert (here["parameters"], here["activation_bytes"]) == (631_680, 4)
 
 
 def test_bench_says_where_measuring_is(capsys: Capture) -> None:
