@@ -14,18 +14,17 @@ from dilated_attention.cli.common import (
     add_heads,
     add_pattern,
     dtype_of,
-    flags,
     gib,
     gib_of,
-    given_of,
     pattern_of,
     put,
     put_json,
+    refuse_others,
     width,
 )
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models.config import RING_KINDS
-from dilated_attention.parsing import UsageError, below, size
+from dilated_attention.parsing import below, size
 from dilated_attention.planning.plans import plans_table
 from dilated_attention.planning.problem import KINDS
 
@@ -104,9 +103,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     computes = KINDS.get(args.what)
     taken = _OF_MODELS if computes is None else (*_OF_ATTENTION, *OF_KIND[computes])
-    given = given_of(args, *_OF_ATTENTION, *_OF_MODELS, *OF_KIND["dilated"], *OF_KIND["block_sparse"])
-    if wrong := given.keys() - set(taken):
-        raise UsageError(f"{flags(wrong)} given, which {args.what} does not take; it takes {flags(taken)}: drop {flags(wrong)}")
+    refuse_others(args, taken, *_OF_ATTENTION, *_OF_MODELS)
     shared: dict[str, Any] = {"dtype": dtype_of(args), "training": not args.infer, "batch_size": args.batch}
     shared |= {name: getattr(args, name) for name in ("world_size", "gpu", "memory")}
     planned: Callable[..., Any] = planning.plan_model

@@ -134,7 +134,7 @@ def recommend(
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16 if capability >= (7, 0) else torch.float32
     # what is asked, and what is chosen: one process that trains, unless a use case decides otherwise
     x = SimpleNamespace(
-        name=use_case, length=length, machine=machine, hardware=hardware, dtype=dtype, kv_heads=None, **asked,
+        name=use_case, length=length, machine=machine, hardware=hardware, here=gpu is None, dtype=dtype, kv_heads=None, **asked,
         base=attention or ("dense" if length < _LONG else "dilated"), training=True, data=1, context=1, memory=None, fits=None,
         checkpointed=False, implementation="",
     )  # fmt: skip
@@ -398,7 +398,8 @@ def _of_attention(x: Any, backends: Explanation) -> Iterator[Fields]:
     else:
         basis = " · ".join(dict.fromkeys(filter(None, (backends.forward_basis, backends.backward_basis))))
         chosen = f"forward {backends.forward}" + (f", backward {backends.backward}" if x.training else "")
-        yield "backend", chosen, f'what backend="auto" chooses with every kernel package installed: {basis}'
+        packages = "" if x.here else " with every kernel package installed"
+        yield "backend", chosen, f'what backend="auto" chooses{packages}: {basis}'
     name = str(x.dtype).removeprefix("torch.")
     why = {"bfloat16": "the range of float32 at half the bytes", "float16": "the GPU has no bfloat16; train with torch.amp.GradScaler"}
     yield "dtype", name, why.get(name, "no fast 16-bit products here")

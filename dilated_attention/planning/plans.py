@@ -33,10 +33,6 @@ def seconds_text(number: float, units: tuple[tuple[str, float, float], ...] = _T
 _flops = functools.partial(seconds_text, units=_FLOPS)
 
 
-def _longest(longest: int) -> str:
-    return f"{'at least ' if longest >= 2**31 else ''}{longest:,} positions" if longest else "none, not one position fits"
-
-
 def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
@@ -103,12 +99,24 @@ class Plan:
     fits: bool
     longest: int
 
+    def _wire(self, each: str = "") -> list[str]:
+        """Says what a process receives."""
+        if self.world_size == 1:
+            return []
+        moved, about = self.exchange.bytes, "" if self.exchange.is_exact else "about "
+        back = f", {about}{readable(moved.backward_received)} backward" if self.training else ""
+        received = f"receives {about}{readable(moved.forward_received)} forward{back}{each}"
+        return [f"on the wire  {self.exchange.name}, steps: {self.exchange.steps}; a process {received}"]
+
     def _end(self, peak: int) -> list[str]:
         """Says whether ``peak`` bytes fit."""
         part = peak / self.device_memory
         share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
         found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
-        lines = [f"fits         {found}; the longest that does: {_longest(self.longest)}"]
+        reach = (
+            f"{'at least ' if self.longest >= 2**31 else ''}{self.longest:,} positions" if self.longest else "none, not one position fits"
+        )
+        lines = [f"fits         {found}; the longest that does: {reach}"]
         return [*lines, f"             {OF_MALLOC}"] if self.device == THIS_CPU else lines
 
 
@@ -213,13 +221,7 @@ class AttentionPlan(Plan):
         for name in names:
             terms = " + ".join(f"{what} {readable(size)}" for what, size in getattr(self.memory, name))
             lines.append(f"  {name:<9}  {readable(getattr(self.memory, f'{name}_peak'))} = {terms}")
-        if self.world_size > 1:
-            moved, about, steps = asdict(self.exchange.bytes), "" if self.exchange.is_exact else "about ", self.exchange.steps
-            lines += ["", f"on the wire  {self.exchange.name}, {steps} step{'s' if steps != 1 else ''}; a process"]
-            for name in names:
-                received, sent = (about + readable(moved[f"{name}_{way}"]) for way in ("received", "sent"))
-                lines.append(f"  {name:<9}  receives {received}, sends {sent}")
-        lines += ["", f"time         {_time(self.seconds, self.no_time)}"]
+        lines += ["", *self._wire(), f"time         {_time(self.seconds, self.no_time)}"]
         for name, one in zip(_PASSES, self.passes, strict=False):
             parts = ", ".join(f"{part} {seconds_text(seconds)}" for part, seconds in one.parts.items() if seconds)
             lines.append(f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: {parts}")
@@ -285,12 +287,7 @@ class ModelPlan(Plan):
             f"peak memory  {readable(self.peak)}, {self.moment}" + (", per process" if self.world_size * self.weight_shards > 1 else ""),
             *(f"  {readable(size):>9}  {what}" for what, size in self.terms),
         ]
-        if self.world_size > 1:
-            moved = self.exchange.bytes
-            back = f", {readable(moved.backward_received)} backward" if self.training else ""
-            received = f"a process receives {readable(moved.forward_received)} forward{back}, per layer"
-            lines.append(f"on the wire  {self.exchange.name}; {received}")
-        lines.append(f"time         {_time(self.seconds, self.no_time)}")
+        lines += [*self._wire(", per layer"), f"time         {_time(self.seconds, self.no_time)}"]
         if self.seconds is not None:
             lines[-1] += f", {self.batch_size * self.num_positions / self.seconds:,.0f} positions/s"
             # one part per line; text in brackets stays together
@@ -313,10 +310,8 @@ def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
     for plan in plans:
         flops, time = _flops(plan.total_flops), "–" if plan.seconds is None else seconds_text(plan.seconds)
         lines.append(f"{plan.num_positions:>14,}  {flops:>11}  {readable(plan.peak):>11}  {time:>9}  {'yes' if plan.fits else 'no':>4}")
-    times = f"times are estimates; in the last row: {last.time_source}" if last.time_source else f"no times: {last.no_time}"
-    longest = f"the longest that fits in {USABLE:.0%} of the memory: {_longest(last.longest)}"
-    malloc = [f"memory is {OF_MALLOC}"] if last.device == THIS_CPU else []
-    return "\n".join([*last.heading("several lengths"), "", *lines, "", longest, *malloc, times])
+    times = f"times are estimates: {last.time_source}" if last.time_source else f"no times: {last.no_time}"
+    return "\n".join([*last.heading("several lengths"), "", *lines, "", "the last row", *last._end(last.peak), times])
 
 
 @dataclass(frozen=True)
