@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.ops.prepare import saved_elements
 from dilated_attention.factory.create import MODELS, configured, replaced
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
 from dilated_attention.models.config import sum_over_layers
@@ -19,7 +18,7 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of, shared_fields
 from dilated_attention.planning.gpus import Gpu
-from dilated_attention.planning.memory import counts_of, memory_of, sizes_of
+from dilated_attention.planning.memory import counts_of, memory_of, of_engine, sizes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.problem import MOST, Problem, kind_of, make_problem
 from dilated_attention.planning.ring import exchange_of
@@ -243,12 +242,10 @@ def _inside_attention(problem: Problem) -> tuple[int, int]:
 
 
 def _kept_bytes(problem: Problem) -> int:
-    """Returns the bytes of branch outputs that a call with detached mixing saves on a GPU (engine/ops/prepare.py)."""
-    if problem.machine.is_cpu or problem.world_size > 1 or not isinstance(problem.pattern, DilatedPattern):
+    """Returns the bytes of branch outputs that a call with detached mixing saves (engine/ops/prepare.py)."""
+    if problem.world_size > 1 or not isinstance(problem.pattern, DilatedPattern):
         return 0
-    q, k = ((problem.batch_size, problem.num_positions, heads, problem.head_dim) for heads in (problem.num_heads, problem.num_kv_heads))
-    e = problem.dtype.itemsize
-    return e * int(saved_elements(problem.pattern, q, k, e))
+    return dict(of_engine(problem, problem.num_positions, detached=True).forward).get("the branches' own outputs", 0)
 
 
 def _step_seconds(run: Run, problems: tuple[Problem, ...], flops: float) -> tuple[float | None, str, str]:
