@@ -67,7 +67,7 @@ lint: $(STAMP)
 
 # in its small form, minutes on 2 idle cores, into bench-results; python -m benchmarks SUITE --help has what else can be measured
 bench: $(STAMP)
-	for suite in speed accuracy extreme train-infer; do $(BIN)/python -m benchmarks $$suite --size small || exit 1; done
+	for suite in speed extreme train-infer; do $(BIN)/python -m benchmarks $$suite --size small || exit 1; done
 
 # into build/site; a broken link, a page outside of the navigation, a docstring that cannot be read or a notebook that fails stops it.
 # It runs the notebooks, a minute on 2 idle cores; NOTEBOOKS=false make docs does not, and shows their code alone

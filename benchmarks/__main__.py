@@ -1,4 +1,4 @@
-"""``python -m benchmarks SUITE``: speed, accuracy, extreme, scaling, train-infer. ``--help`` of each says what it measures.
+"""``python -m benchmarks SUITE``: speed, extreme, scaling, train-infer. ``--help`` of each says what it measures.
 
 FlashAttention-3 is loaded from the files that FLASH3_LIBRARY, FLASH3_CUDART and FLASH3_FP8_LIBRARY name.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import accuracy, extreme, scaling, speed, train_infer
+from benchmarks import extreme, scaling, speed, train_infer
 from benchmarks.report import Group, Results, Row, machine, slower
 from benchmarks.timing import attempt, release
 from dilated_attention.backends.flash import flash3, flash3_fp8
 
-SUITES = {"speed": speed, "accuracy": accuracy, "extreme": extreme, "scaling": scaling, "train-infer": train_infer}
+SUITES = {"speed": speed, "extreme": extreme, "scaling": scaling, "train-infer": train_infer}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         add("--output", type=Path, default=Path("bench-results"), metavar="DIR", help="for JSON and Markdown; default ./bench-results")
         add("--size", choices=("small", "full"), help="default: full on a GPU, small on a CPU")
         add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: the GPU if there is one")
-        add("--dtypes", nargs="+", choices=("float16", "bfloat16", "float32", "float64"), help="default: bfloat16, on a CPU float32")
+        add("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="default: bfloat16, on a CPU float32")
         add("--seconds", type=float, default=0.2, help="of timing for each contender and pass; default 0.2")
         suite.add_arguments(one)
     return made
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if library := os.environ.get("FLASH3_FP8_LIBRARY"):
             flash3_fp8.load_library(library)
     options.device, options.is_small = device, options.size == "small" if options.size else not on_gpu
-    options.dtypes = [getattr(torch, name) for name in options.dtypes or ("bfloat16" if on_gpu else "float32",)]
+    options.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     # garbage collection between groups then skips all that PyTorch has imported, which would take half a second each time
     gc.freeze()
     try:

@@ -50,7 +50,7 @@ def search(kind: str, which: str, options: argparse.Namespace) -> Iterator[Row]:
     for length in options.lengths or (start << i for i in itertools.count()):
         window = LocalWindow(256 if small else 1024, block_size=64 if small else 128)
         pattern = {"dilated": geometric(length, 512 if small else 2048), "blocks": window, "dense": None}[kind]
-        case = Case(name=kind, num_positions=length, num_heads=options.heads, head_dim=64, dtype=options.dtypes[0], device=options.device,
+        case = Case(name=kind, num_positions=length, num_heads=options.heads, head_dim=64, dtype=options.dtype, device=options.device,
                     pattern=pattern)  # fmt: skip
         row = Row(name=kind, case=case.row() | {"pass": which})
         if not options.lengths and took * (4 if kind == "dense" else 2) > limit:

@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import io
 import json
-import os
 import platform
 import re
 import statistics
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dilated_attention
+from dilated_attention.files import replacing
 
 SCHEMA = 1
 # contenders of other people by the first word of their names: a busy machine slows them, too
@@ -110,9 +110,8 @@ class Results:
 
     def _write(self, path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        with replacing(path) as new:
+            new.write_text(text, encoding="utf-8")
 
     def report(self, command: str) -> str:
         """Returns the tables as Markdown, and writes them beside the file."""

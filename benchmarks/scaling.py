@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def groups(options: argparse.Namespace) -> list[Group]:
     ranks, made = Ranks(options.device), list[Group]()
-    fields = {"dtype": options.dtypes[0], "device": options.device}
+    fields = {"dtype": options.dtype, "device": options.device}
     fields |= dict(zip(("num_heads", "num_kv_heads", "head_dim"), options.heads or (), strict=False))
     for name, family in FAMILIES.items():
         # what no process can hold is a hundred times as long as the others

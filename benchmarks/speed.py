@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def groups(options: argparse.Namespace) -> list[Group]:
     made = list[Group]()
     for name in case_names(options.cases, options.lengths):
-        case = make_case(name, options.device, options.dtypes[0], is_small=options.is_small)
+        case = make_case(name, options.device, options.dtype, is_small=options.is_small)
         contenders = [contender(each, options.torchscale) for each in options.contenders or family_of(name)[0].contenders]
         how = {each: getattr(options, each) for each in ("passes", "seconds", "longest", "graphs", "lengths_vary")}
         made.append((f"{name}{' new lengths' if options.lengths_vary else ''}", functools.partial(measure, contenders, case, **how)))

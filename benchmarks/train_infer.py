@@ -168,7 +168,7 @@ class _Writer:
 
 def decode(preset: str, context: int, batch: int, options: argparse.Namespace) -> list[Row]:
     """Returns a row for each kind: ``called``, a step of all requests, ``tokens_per_s`` of all, ``cache_bytes``."""
-    device, dtype = options.device, options.dtypes[0]
+    device, dtype = options.device, options.dtype
     case = {"task": "decode", "model": preset, "N": context, "B": batch, "dtype": str(dtype).removeprefix("torch.")}
     rows, writers, new_tokens = dict[str, Row](), dict[str, _Writer](), 8 if options.is_small else 16
     sizes = _narrow(preset) if options.is_small else {}

@@ -164,5 +164,9 @@ def given_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
-def flags(names: Iterable[str]) -> str:
-    return ", ".join("--" + name.replace("_", "-") for name in sorted(names))
+def refuse_others(args: argparse.Namespace, taken: Iterable[str], *names: str) -> None:
+    """Raises UsageError if an option of a pattern or of ``names`` is given that is not among ``taken``."""
+    given = given_of(args, *names, *OF_KIND["dilated"], *OF_KIND["block_sparse"])
+    wrong, known = (", ".join("--" + name.replace("_", "-") for name in sorted(some)) for some in (given.keys() - set(taken), taken))
+    if wrong:
+        raise UsageError(f"{wrong} given, which {args.what} does not take; it takes {known or 'none of these'}: drop {wrong}")

@@ -14,18 +14,17 @@ from dilated_attention.cli.common import (
     add_heads,
     add_pattern,
     dtype_of,
-    flags,
     gib,
     gib_of,
-    given_of,
     pattern_of,
     put,
     put_json,
+    refuse_others,
     width,
 )
 from dilated_attention.factory import MODEL_PRESETS
-from dilated_attention.parsing import UsageError, below, size
-from dilated_attention.planning.advice import KINDS as ADVISED
+from dilated_attention.models.config import RING_KINDS
+from dilated_attention.parsing import below, size
 from dilated_attention.planning.plans import plans_table
 from dilated_attention.planning.problem import KINDS
 
@@ -36,10 +35,9 @@ _OF_MODELS = ("checkpoint", "weight_shards")
 _ADVISED = ("gpu", "memory", "parameters", "heads", "head_dim", "gpus", "batch", "users", "causal", "attention")
 WHERE = """Measuring is in the source, not in the package: clone it and call there
 
-    python -m benchmarks speed          named cases beside others, at lengths that change and at one that repeats
+    python -m benchmarks speed          named cases beside others, with errors against float64
     python -m benchmarks extreme        the longest sequence that fits
     python -m benchmarks train-infer    generating, training steps of slide encoders, equality with TorchScale
-    python -m benchmarks accuracy       errors against float64
     torchrun --nproc-per-node 2 -m benchmarks scaling
 
 What a call or a model will take here, without running it: plan. Which kernel runs and why: info."""
@@ -49,7 +47,7 @@ def add(commands: Any) -> None:
     parser = add_command(
         commands, "plan", _plan, usage="%(prog)s what --length N [N ...] [options]",
         help="what a kind of attention, or a model, costs: pairs, FLOPs, memory, bytes on the wire, time, and the longest that fits",
-        description="Formulas and fake tensors: nothing is allocated. Times are estimates, each with its source.",
+        description="Formulas: nothing is allocated. Times are estimates, each with its source.",
     )  # fmt: skip
     names, add = [*KINDS, *MODEL_PRESETS], parser.add_argument
     add("what", choices=names, metavar="what", help=f"a kind of attention, or a model preset: {', '.join(names)}")
@@ -91,7 +89,7 @@ def add(commands: Any) -> None:
     add("--batch", type=size, help="sequences of a training step over all GPUs; default: 1")
     add("--users", type=size, help="requests at a time over all GPUs; default: 32")
     add("--causal", action=argparse.BooleanOptionalAction, help="default: causal, except for encoders")
-    add("--attention", choices=ADVISED, help="which the model has or must have; default: chosen by rules")
+    add("--attention", choices=tuple(RING_KINDS.values()), help="which the model has or must have; default: chosen by rules")
 
     parser = add_command(commands, "bench", _bench, has_json=False, help="where measuring is")
     parser.add_argument("suite", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -105,9 +103,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     computes = KINDS.get(args.what)
     taken = _OF_MODELS if computes is None else (*_OF_ATTENTION, *OF_KIND[computes])
-    given = given_of(args, *_OF_ATTENTION, *_OF_MODELS, *OF_KIND["dilated"], *OF_KIND["block_sparse"])
-    if wrong := given.keys() - set(taken):
-        raise UsageError(f"{flags(wrong)} given, which {args.what} does not take; it takes {flags(taken)}: drop {flags(wrong)}")
+    refuse_others(args, taken, *_OF_ATTENTION, *_OF_MODELS)
     shared: dict[str, Any] = {"dtype": dtype_of(args), "training": not args.infer, "batch_size": args.batch}
     shared |= {name: getattr(args, name) for name in ("world_size", "gpu", "memory")}
     planned: Callable[..., Any] = planning.plan_model

@@ -11,11 +11,11 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.cli import common
-from dilated_attention.cli.common import flags, given_of, put
+from dilated_attention.cli.common import put
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention
 from dilated_attention.models import SlideEncoderConfig, VisionConfig
-from dilated_attention.parsing import UsageError, size
+from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern
 
 _KINDS = ("dilated", "dense", "block_sparse")
@@ -37,9 +37,7 @@ def add(commands: Any) -> None:
 
 def _warmup(args: argparse.Namespace) -> int:
     is_call = args.what in _KINDS
-    taken = (*_OF_CALLS, *common.OF_KIND[args.what]) if is_call else ()
-    if wrong := given_of(args, *_OF_CALLS, *common.OF_KIND["dilated"], *common.OF_KIND["block_sparse"]).keys() - set(taken):
-        raise UsageError(f"{flags(wrong)} given, which {args.what} does not take: drop {flags(wrong)}")
+    common.refuse_others(args, (*_OF_CALLS, *common.OF_KIND[args.what]) if is_call else (), *_OF_CALLS)
     pattern = common.pattern_of(args, args.what) if is_call else None
     if not torch.cuda.is_available():
         raise BackendUnavailable("warmup compiles for this machine's GPU, and torch sees none; run it on a machine with one")

@@ -91,10 +91,15 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
     ...           "block_pattern": LocalWindow((1023, 0))}
     >>> create_model("longnet-15m", attention=[window] * 3 + [{"attention": "dense"}])
     """
+    config, options = configured(preset, **overrides, context_length=context_length)
+    return MODELS[type(config)](config, **options)
+
+
+def configured(preset: str, *, context_length: int | None = None, **overrides: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns (the configuration, the options) that ``create_model`` makes a model of."""
     one_of("preset", preset, tuple(MODEL_PRESETS), also=hint_of(preset))
     config: Any = MODEL_PRESETS[preset]
-    model = MODELS[type(config)]
-    options = [name for name in inspect.signature(model).parameters if name != "config"]
+    options = [name for name in inspect.signature(MODELS[type(config)]).parameters if name != "config"]
     encoder: Any = getattr(config, "encoder", None)
     outer, inner = ([] if x is None else [field.name for field in fields(x)] for x in (config, encoder))
     _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*outer, *inner, *options, "context_length")))
@@ -102,9 +107,9 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
         overrides |= _branches_of(preset, config, context_length, overrides)
     # where the model and its encoder have a field of the same name, the model's takes precedence
     if within := {name: value for name, value in overrides.items() if name in inner and name not in outer}:
-        overrides["encoder"] = _replaced(overrides.get("encoder", encoder), within)
-    config = _replaced(config, {name: value for name, value in overrides.items() if name in outer})
-    return model(config, **{name: value for name, value in overrides.items() if name in options})
+        overrides["encoder"] = replaced(overrides.get("encoder", encoder), within)
+    config = replaced(config, {name: value for name, value in overrides.items() if name in outer})
+    return config, {name: value for name, value in overrides.items() if name in options}
 
 
 def _branches_of(preset: str, config: Any, context_length: int, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +127,7 @@ def _branches_of(preset: str, config: Any, context_length: int, overrides: dict[
     return dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True))
 
 
-def _replaced(config: Any, changes: dict[str, Any]) -> Any:
+def replaced(config: Any, changes: dict[str, Any]) -> Any:
     """Returns ``config`` with fields changed. Changing the kind of attention removes the fields of the former kind."""
     if isinstance(config, LongNetConfig) and "attention" in changes:
         attention = changes["attention"]

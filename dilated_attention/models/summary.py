@@ -44,28 +44,36 @@ class Footprint:
         return max(0, int(USABLE * memory) - self.fixed) // (self.kept + self.passing)
 
 
-def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, activation_bytes: int = 2) -> Footprint:
-    """Estimates the footprint of a stack whose blocks save what the kernels of ``functional.fused_layers`` save for the backward.
+def block_bytes(config: LongNetConfig, activation_bytes: int, *, is_plain: bool) -> tuple[int, int]:
+    """Returns (bytes per position that a block saves for its backward, further bytes per position alive at the peak), with
+    ``activation_bytes`` per element of an activation and 4 of the residual stream.
 
-    This is x, q, k, v, out and its lse, x after attention, W_1 x, with ``activation_bytes`` per element. With ``checkpoint_activations`` a
-    block only saves its input, with 4 bytes per element (float32 under autocast). The rest exists for one block at a time. The estimate
-    adds up the tensors that must be alive at once; docs/models.md compares it with measured peaks.
+    Saved are x, q, k, v, out and its lse, x after attention and W_1 x; ``is_plain``: layers are plain ones, as on a CPU, which save the
+    inputs of linear layers and of the inner norm, too. The peak is in the backward of the feed-forward layer, which holds the activation,
+    its gradient and that of the residual stream.
     """
     embed, inner, heads = config.embed_dim, config.inner_dim, config.num_heads
     keys = 2 * embed * (config.num_kv_heads or heads) // heads
     wide = inner * (2 if config.ffn == "swiglu" else 1)
-    block = activation_bytes * (4 * embed + keys + wide) + 4 * heads
-    if activation_bytes == 4:
-        # a CPU's plain layers also save the inputs of linear layers and of the inner norm
-        block += activation_bytes * (3 * embed + 2 * inner)
+    # norms of q and k save and return them in float32
+    saved = activation_bytes * (4 * embed + keys + wide) + 4 * heads + 8 * (embed + keys // 2) * config.qk_norm
+    if is_plain:
+        return saved + activation_bytes * (3 * embed + 2 * inner), activation_bytes * wide + 4 * embed
+    return saved, activation_bytes * (wide + inner + embed) + 4 * embed
+
+
+def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, activation_bytes: int = 2) -> Footprint:
+    """Estimates the footprint of a stack of blocks, see ``block_bytes``; on a GPU where ``activation_bytes`` is 2. With
+    ``checkpoint_activations`` a block only saves its input, with 4 bytes per element (float32 under autocast). The estimate adds up the
+    tensors that must be alive at once; docs/models.md compares it with measured peaks."""
+    block, passing = block_bytes(config, activation_bytes, is_plain=activation_bytes == 4)
+    embed = config.embed_dim
 
     def outputs(one: LongNetConfig) -> int:
         # on a GPU the branches' own outputs are saved, up to about 10^5 positions; beyond that they are recomputed
-        is_saved = one.mixture_grad == "detached" and keys == 2 * embed and len(one.dilation_rates) > 1
+        is_saved = one.mixture_grad == "detached" and one.num_kv_heads in (None, one.num_heads) and len(one.dilation_rates) > 1
         return int(activation_bytes * embed * sum(1 / rate for rate in one.dilation_rates)) * is_saved
 
-    # backward of the feed-forward layer: its activation, norm and their gradients, in addition to the gradient of the residual stream
-    passing = activation_bytes * (3 * inner + 2 * embed)
     if checkpoint_activations:
         kept, passing = config.num_layers * 4 * embed, passing + block + max(map(outputs, config.cycle))
     else:

@@ -11,15 +11,16 @@ from typing import Any, cast
 
 import torch
 
-from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, detect, explain_backend
-from dilated_attention.functional import explain_decode
+from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Explanation, detect, explain_backend
+from dilated_attention.factory.create import configured
 from dilated_attention.models import LongNetConfig
-from dilated_attention.models.summary import USABLE, Summary, cache_rows, footprint, readable, summarise
+from dilated_attention.models.config import RING_KINDS
+from dilated_attention.models.summary import USABLE, cache_bytes, cache_rows, readable
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_branches
 from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown
 from dilated_attention.planning.attention import plan_attention
 from dilated_attention.planning.gpus import machine_of
-from dilated_attention.planning.models import model_of, plan_model, stack_of
+from dilated_attention.planning.models import plan_model, sizes_of_parameters, stack_of
 from dilated_attention.planning.plans import Recommendation, Setting, seconds_text
 from dilated_attention.planning.problem import MOST, kind_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_positive
@@ -34,7 +35,6 @@ USE_CASES: Mapping[str, str] = {
     "torchscale": "load weights trained with TorchScale: Prov-GigaPath, LongViT",
     "huggingface": "train or fine-tune a transformers model",
 }
-KINDS = ("dense", "dilated", "block_sparse")
 # the arguments that use cases take in addition to length, gpu and memory, where they are not those of training
 _TAKES = {
     "training": "parameters heads head_dim gpus batch causal attention", "long-context": "parameters heads head_dim gpus attention",
@@ -53,20 +53,17 @@ _WIDTHS = (
 _PRESET, _PARAMETERS, _GIGAPATH = "llama-1b", 1.24e9, "gigapath-12l768d"
 # the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
 _WINDOW, _GLOBAL = 2047, 128
-_EXTRAS = {"flash4": "flash4", "flash3": "xformers", "flash2": "flash2", "flash3_fp8": "fp8"}
-_BACK, _SHORT = "docs/performance.md, Against the arithmetic floor", "docs/performance.md, Short sequences"
+_SHORT, _DECODING, _HF = "docs/performance.md, Short sequences", "docs/decoding.md, Measured", "docs/huggingface.md, Transformers models"
 _RING, _SLIDE, _SAME = "docs/ring.md, Figures", "docs/slide_encoder.md, NVIDIA H200", "docs/torchscale.md, What is the same"
-_DECODING, _HF = "docs/decoding.md, Measured", "docs/huggingface.md, Transformers models"
 _NOTHING_FITS = "weights, gradients and the optimizer alone do not fit"
-# of a sequence that several GPUs share: what was measured, and why it is laid out as it is
+_REGISTER = "from dilated_attention.integrations.huggingface import register"
+Fields = tuple[str, ...]
+# what was measured of a sequence that several GPUs share
 _SHARED = {
-    "dense": ("causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
-              "gives every process equally many pairs"),
-    "dilated": ("forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
-                "branches inside a process need no exchange"),
-    "block_sparse": ("a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
-                     "a window's blocks are near"),
-}  # fmt: skip
+    "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
+    "dilated": "forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
+    "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
+}
 
 
 def recommend(
@@ -138,31 +135,30 @@ def recommend(
     # what is asked, and what is chosen: one process that trains, unless a use case decides otherwise
     x = SimpleNamespace(
         name=use_case, length=length, machine=machine, hardware=hardware, here=gpu is None, dtype=dtype, kv_heads=None, **asked,
-        base=attention or ("dense" if length < _LONG else "dilated"), training=True, count=1, data=1, context=1, layers=0, memory=None,
-        fits=None, checkpointed=None,
+        base=attention or ("dense" if length < _LONG else "dilated"), training=True, data=1, context=1, memory=None, fits=None,
+        checkpointed=False, implementation="",
     )  # fmt: skip
-    choose = {"torchscale": _training, "huggingface": _layer, "long-context": _decoding, "serving": _decoding}
-    choose.get(use_case, _layer if parameters is None else _training)(x)
-    x.layout = "zigzag" if x.base == "dense" and x.causal else "contiguous"
+    choose = {"torchscale": _training, "huggingface": _transformers, "long-context": _decoding, "serving": _decoding}
+    chosen = choose.get(use_case, _layer if parameters is None else _training)(x)
     x.keys = x.pattern.pairs(length, x.heads, is_causal=x.causal) / (length * x.heads)
     x.dense_keys = (length + 1) / 2 if x.causal else float(length)
-    x.kind, is_dilated = kind_of(x.base, x.context), x.base == "dilated"
     asks: dict[str, Any] = {"pattern": x.pattern, "num_positions": length}
     if x.base == "block_sparse":
         mean = round(x.pattern.pairs(length, 1, is_causal=x.causal) / length)
         asks = {"block_size": 128, "block_masks": "bits", "length": max(1, mean)}
-    x.backends = explain_backend(
+    backends = explain_backend(
         hardware=hardware, dtype=dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=x.causal,
         needs_grad=x.training, **asks,
     )  # fmt: skip
-    time = _estimate(x)
     *setup, code = _code(x)
+    is_dilated = x.base == "dilated"
     return Recommendation(
         use_case=use_case, request={"name": use_case, "length": length, **asked, "machine": machine.name, "memory": machine.memory},
-        machine=f"{length:,} positions on {f'{x.gpus} × ' if x.gpus > 1 else ''}{machine.name}", kind=x.kind,
+        machine=f"{length:,} positions on {f'{x.gpus} × ' if x.gpus > 1 else ''}{machine.name}", kind=kind_of(x.base, x.context),
         segment_lengths=x.pattern.segment_lengths if is_dilated else (), dilation_rates=x.pattern.dilation_rates if is_dilated else (),
-        keys_per_query=x.keys, dense_keys_per_query=x.dense_keys, forward=x.backends.forward, backward=x.backends.backward,
-        settings=tuple(itertools.starmap(Setting, _settings(x, time))), memory=x.memory, fits=x.fits, setup=tuple(setup), code=code,
+        keys_per_query=x.keys, dense_keys_per_query=x.dense_keys, forward=backends.forward, backward=backends.backward,
+        settings=tuple(itertools.starmap(Setting, [*_of_attention(x, backends), *chosen])), memory=x.memory, fits=x.fits,
+        setup=tuple(setup), code=code,
     )  # fmt: skip
 
 
@@ -173,13 +169,13 @@ def _checked(name: str, value: Any) -> Any:
     if name == "causal":
         check_bool(name, value)
     elif name == "attention":
-        one_of(name, value, KINDS)
+        one_of(name, value, tuple(RING_KINDS.values()))
     elif check_positive(name, value) > 1e16:
         raise ValueError(f"{name} is {shown(value)}; expected a number above 0, at most 1e16")
     return value
 
 
-def branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
+def _branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
     """Returns branches with segments of 2048, 8192, … up to ``longest``, or the whole sequence, each of which divides the next; rates are
     limited so that heads cover every offset."""
     lengths, rates = geometric_branches(1 << (min(length, longest or length) - 1).bit_length())
@@ -193,16 +189,15 @@ def _pattern(x: Any, base: str, heads: int, longest: int | None = None) -> tuple
     if base == "block_sparse":
         pattern = GlobalLocal((_WINDOW, 0 if x.causal else _WINDOW), _GLOBAL)
         return pattern, {"pattern": pattern}
-    chosen = branches(x.length, heads, longest) if base == "dilated" else DilatedPattern((x.length,), (1,))
+    chosen = _branches(x.length, heads, longest) if base == "dilated" else DilatedPattern((x.length,), (1,))
     return chosen, {"segment_lengths": chosen.segment_lengths, "dilation_rates": chosen.dilation_rates}
 
 
-def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], Summary]:
-    """Returns (overrides of ``_PRESET``, figures) of a model with about this many parameters. Heads have 128 from a billion parameters on,
-    four query heads share a key head. The figures are those of one and two blocks, as building all of a large model takes seconds, even
-    empty ones."""
+def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], LongNetConfig, int]:
+    """Returns (overrides of ``_PRESET``, configuration, number of parameters) of a model with about as many parameters as were asked for.
+    Heads have 128 from a billion parameters on, four query heads share a key head."""
     config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
-    wanted, layers, heads = x.parameters or _PARAMETERS, config.num_layers, config.num_heads
+    wanted, heads = x.parameters or _PARAMETERS, config.num_heads
     shape: dict[str, Any] = {}
     if not (is_preset := {x.parameters, x.heads, x.head_dim} == {None}):
         embed, usual = next((embed, count) for most, embed, count in _WIDTHS if wanted < most)
@@ -215,19 +210,20 @@ def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any
     pattern, made_by = _pattern(x, base, heads, longest)
     overrides: dict[str, Any] = made_by if base == "dilated" else {"attention": base}
     overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if x.causal else {"is_causal": False}) | shape
-    made = [model_of(_PRESET, tuple(sorted((overrides | {"num_layers": count}).items()))) for count in (1, 2)]
-    one, two = (model.num_parameters for model in made)
-    outside, block = 2 * one - two, two - one
     if not is_preset:
-        layers = overrides["num_layers"] = max(1, round((wanted - outside) / block))
-    sizes = {"embedding.weight": outside, "blocks": layers * block}
-    return overrides, summarise(_PRESET, replace(stack_of(made[0]), num_layers=layers), sizes, (1,), memory=1)
+        sizes = sizes_of_parameters(configured(_PRESET, **overrides, num_layers=1)[0])
+        overrides["num_layers"] = max(1, round((wanted - sum(sizes.values())) / sizes["blocks"]) + 1)
+    return overrides, *_sized(_PRESET, overrides)
 
 
-def _take_model(x: Any, preset: str, overrides: dict[str, Any], summary: Summary) -> None:
-    config, number = summary.config, summary.num_parameters
+def _sized(preset: str, overrides: dict[str, Any]) -> tuple[LongNetConfig, int]:
+    config, _ = configured(preset, **overrides)
+    return stack_of(config), sum(sizes_of_parameters(config).values())
+
+
+def _take_model(x: Any, preset: str, overrides: dict[str, Any], config: LongNetConfig, number: int) -> None:
     x.base, x.pattern, x.heads, x.kv_heads, x.head_dim = config.kind, config.pattern, config.num_heads, config.num_kv_heads, config.head_dim
-    x.number, x.arguments = number, _arguments(preset, overrides)
+    x.make, x.arguments = "model", _arguments(preset, overrides)
     x.size = f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
@@ -237,19 +233,18 @@ def _most_context(x: Any) -> int:
     return next(c for c in range(most, 0, -1) if x.gpus % c == 0)
 
 
-def _training(x: Any) -> None:
+def _training(x: Any) -> list[Fields]:
     """Chooses the first distribution that fits, or the last one tried if none fits.
 
     ``gpus // context`` groups of ``context`` GPUs share ``count`` sequences at a time; gradient accumulation takes the rest of a batch.
     Tried are, in this order: all sequences at the same time, then one, then more GPUs per sequence; then the same with blocks recomputed in
     the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does.
-    A distribution whose footprint, by a formula, is far too large is not traced.
     """
     gpus, most = x.gpus, _most_context(x)
     # segments, offsets, tail and gradient are those that the weights were trained with
     is_slides = x.name == "torchscale"
-    preset, x.what = (_GIGAPATH, "slide") if is_slides else (_PRESET, "model")
-    overrides, summary = ({}, model_of(_GIGAPATH, ()).summary()) if is_slides else _model(x, x.base)
+    model = (_GIGAPATH, {}, *_sized(_GIGAPATH, {})) if is_slides else (_PRESET, *_model(x, x.base))
+    preset, overrides, *_ = model
     contexts = [c for c in range(min(gpus // math.gcd(x.batch, gpus), most), most + 1) if gpus % c == 0]
     tried = [
         (checkpointed, context, count)
@@ -257,215 +252,176 @@ def _training(x: Any) -> None:
         for count in dict.fromkeys((max(1, x.batch * context // gpus), 1))
     ]
     for checkpointed, context, count in tried:
-        needs = footprint(summary.config, summary.num_parameters, checkpoint_activations=checkpointed)
-        activations = needs.total(-(-count * x.length // context)) - needs.fixed
-        is_last = (checkpointed, context, count) == tried[-1]
-        # footprints are within a quarter of the plans
-        if is_last or needs.fixed // gpus + activations <= 1.5 * x.machine.memory:
-            plan = plan_model(
-                preset, num_positions=x.length, weight_shards=gpus, dtype=x.dtype, gpu=x.machine, world_size=context,
-                batch_size=count, checkpoint_activations=checkpointed, find_longest=is_last, **overrides,
-            )  # fmt: skip
-            if plan.fits:
-                break
-    _take_model(x, preset, overrides, summary)
-    x.count, x.context, x.data, x.layers = plan.batch_size, plan.world_size, gpus // plan.world_size, 0 if is_slides else plan.layers
-    x.memory, x.fits, x.longest, x.checkpointed = plan.peak, plan.fits, plan.longest, plan.checkpoint_activations
+        plan = plan_model(
+            preset, num_positions=x.length, weight_shards=gpus, dtype=x.dtype, gpu=x.machine, world_size=context, batch_size=count,
+            checkpoint_activations=checkpointed, find_longest=(checkpointed, context, count) == tried[-1], **overrides,
+        )  # fmt: skip
+        if plan.fits:
+            break
+    _take_model(x, *model)
+    x.context, x.data, x.checkpointed = plan.world_size, gpus // plan.world_size, plan.checkpoint_activations
+    reason = f"{x.size} parameters with AdamW, {plan.batch_size} sequences at a time, by plan_model"
+    if not plan.fits:
+        unfit = f"a sequence of {plan.longest:,} positions would fit" if plan.longest else _NOTHING_FITS
+        reason += f"; {unfit}"
+    settings = [_memory(x, plan.peak, plan.fits, reason)]
+    reason = "without it the activations do not fit" if x.checkpointed else "the activations fit, and computing blocks twice costs time"
+    reason += ": a training step of GigaPath's encoder took 235 ms and 4.2 GB with it, 163 ms and 11.9 GB without, on an H200"
+    return [*settings, ("checkpoint_activations", str(x.checkpointed), reason, _SLIDE), *_spread(x)]
 
 
-def _layer(x: Any) -> None:
-    """One attention layer of a model that the caller already has; a transformers model keeps its own weights, caches and trainer."""
-    base, is_transformers = x.base, x.name == "huggingface"
-    x.heads, x.head_dim = x.heads or (32 if is_transformers else 16), x.head_dim or (128 if is_transformers else 64)
-    x.context = 1 if is_transformers and base == "block_sparse" else _most_context(x)
+def _layer(x: Any) -> list[Fields]:
+    """One attention layer of a model that the caller already has."""
+    x.heads, x.head_dim, x.context = x.heads or 16, x.head_dim or 64, _most_context(x)
+    x.pattern, arguments = _pattern(x, x.base, x.heads)
     x.data, is_shared = x.gpus // x.context, x.context > 1
-    x.pattern, arguments = _pattern(x, base, x.heads)
-    if is_transformers:
-        x.implementation = "ring_dilated" if is_shared else "sdpa" if base == "dense" else base
-        x.what, x.arguments = "sdpa" if x.implementation == "sdpa" else "transformers", _arguments(x.implementation, arguments)
-        return
-    name = f"{'ring_' * is_shared}multihead_{'block_sparse' if base == 'block_sparse' else 'dilated'}"
+    name = f"{'ring_' * is_shared}multihead_{'block_sparse' if x.base == 'block_sparse' else 'dilated'}"
     arguments = {"embed_dim": x.heads * x.head_dim, "num_heads": x.heads} | arguments
-    if is_shared and base == "dense":
+    if is_shared and x.base == "dense":
         name, arguments = "ring", {}
-    x.what, x.layers, x.count, x.arguments = "layer", 1, max(1, x.batch // x.data), _arguments(name, arguments)
+    x.make, x.arguments, count = "attention", _arguments(name, arguments), max(1, x.batch // x.data)
+    settings = list(_spread(x))
+    # figures of an unknown GPU are not known
+    if not (x.machine.is_cpu and x.hardware.device_type == "cuda"):
+        plan = plan_attention(
+            kind_of(x.base, x.context), num_positions=x.length, num_heads=x.heads, head_dim=x.head_dim, batch_size=count, dtype=x.dtype,
+            world_size=x.context, layout=_layout(x) if is_shared else None, is_causal=x.causal,
+            pattern=None if x.base == "dense" else x.pattern, gpu=x.machine, find_longest=False,
+        )  # fmt: skip
+        time = "" if plan.seconds is None else f"; forward + backward take {seconds_text(plan.seconds)}, an estimate of plan_attention"
+        settings.append(_memory(x, plan.peak, plan.fits, f"of this layer's tensors and what its calls need in addition{time}"))
+    return settings
 
 
-def _decoding(x: Any) -> None:
+def _transformers(x: Any) -> list[Fields]:
+    """A transformers model keeps its own weights, caches and trainer."""
+    x.heads, x.head_dim = x.heads or 32, x.head_dim or 128
+    x.context = 1 if x.base == "block_sparse" else _most_context(x)
+    x.data = x.gpus // x.context
+    x.pattern, arguments = _pattern(x, x.base, x.heads)
+    x.implementation = "ring_dilated" if x.context > 1 else "sdpa" if x.base == "dense" else x.base
+    x.arguments = _arguments(x.implementation, arguments)
+    if x.implementation == "sdpa":
+        return list(_spread(x))
+    reason = "a model trained with dense attention computes something else with these layers; padding on the left shifts segments"
+    return [("integration", "fine-tune, with padding on the right", reason, _HF), *_spread(x)]
+
+
+def _decoding(x: Any) -> list[Fields]:
     """Chooses the longest segments whose cached keys fit alongside the weights, for all requests of a GPU."""
-    x.what, x.training, x.count = "decoding", False, -(-x.users // x.gpus) if x.name == "serving" else 1
+    is_serving = x.name == "serving"
+    x.training, count = False, -(-x.users // x.gpus) if is_serving else 1
     itemsize, usable, base, longest = x.dtype.itemsize, int(USABLE * x.machine.memory), x.base, x.length
     while True:
-        overrides, summary = _model(x, base, longest)
-        each = summary.cache_bytes(x.length, itemsize)
+        overrides, config, number = _model(x, base, longest)
+        each = cache_bytes(config, x.length, itemsize)
         assert each is not None, "a causal model of these patterns has a cache"
-        weights = itemsize * summary.num_parameters
-        x.memory = weights + x.count * each
-        x.fits = x.memory <= usable
+        weights = itemsize * number
+        fits = weights + count * each <= usable
         # nothing can be shortened if the segments were given or the weights alone do not fit
-        if x.fits or x.attention is not None or base != "dilated" or weights > usable:
+        if fits or x.attention is not None or base != "dilated" or weights > usable:
             break
         longest //= 4
         base = "dilated" if longest >= _LONG else "block_sparse"
-    _take_model(x, _PRESET, overrides, summary)
-    x.cache, x.fitting, x.rows = readable(each), max(0, usable - weights) // each, cache_rows(summary.config, x.length)
-    x.decoder = explain_decode(
-        hardware=x.hardware, dtype=x.dtype, dense=base == "dense", head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads
-    ).chosen
+    _take_model(x, _PRESET, overrides, config, number)
+    fitting, rows = max(0, usable - weights) // each, cache_rows(config, x.length)
+    reason = f"weights of {x.size} parameters and the cache of {count} requests, of which {fitting} would fit"
+    settings = [_memory(x, weights + count * each, fits, reason)]
+    cache = "PagedKVCache: model.generate([prompt, …])" if is_serving else "KVCache: model.generate(prompt, …)"
+    reason = f"{readable(each)} per request for the last {rows:,} of {x.length:,} positions"
+    settings.append(("KV cache", cache, reason, "docs/decoding.md, What a row reads"))
+    if x.gpus > 1:
+        settings.append(("mesh", f"{x.gpus} processes, each with its own requests", "a sequence is continued by one process"))
+    return settings
 
 
-def _estimate(x: Any) -> tuple[str, ...]:
-    """Adds memory of one layer's attention and returns the setting of its time; nothing for a GPU whose figures are unknown."""
-    if not x.layers or (x.machine.is_cpu and x.hardware.device_type == "cuda"):
-        return ()
-    plan = plan_attention(
-        x.kind, num_positions=x.length, num_heads=x.heads, num_kv_heads=x.kv_heads, head_dim=x.head_dim, batch_size=x.count,
-        dtype=x.dtype, world_size=x.context, layout=x.layout if x.context > 1 else None, is_causal=x.causal,
-        pattern=None if x.base == "dense" else x.pattern, gpu=x.machine, find_longest=False,
-    )  # fmt: skip
-    if x.memory is None:
-        x.memory, x.fits = plan.peak, plan.fits
-    if plan.seconds is None:
-        return ()
-    layers = f" of attention, {seconds_text(plan.seconds * x.layers)} in {x.layers} layers" if x.layers > 1 else ""
-    source = f"an estimate of plan_attention: {plan.passes[0].source}"
-    return "attention time", f"{seconds_text(plan.seconds)} forward + backward{layers}", source
+def _memory(x: Any, size: int, fits: bool, reason: str) -> Fields:
+    x.memory, x.fits = size, fits
+    value = f"{readable(size)} per device, {'fits' if fits else 'does not fit'}"
+    return "memory", value, f"{reason}; {x.machine.name} has {readable(x.machine.memory)}"
+
+
+def _layout(x: Any) -> str:
+    return "zigzag" if x.base == "dense" and x.causal else "contiguous"
+
+
+def _spread(x: Any) -> Iterator[Fields]:
+    """Yields how a training step is spread over several GPUs."""
+    if x.gpus > 1:
+        reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
+        if x.context > 1:
+            reason = f"{-(-x.length // x.context):,} tokens per GPU; on four H200 {_SHARED[x.base]}"
+        elif x.length < _TOKENS_PER_GPU * x.data and x.batch < x.data:
+            reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {x.gpus} sequences per step"
+        yield "mesh", f"{x.data} × {x.context} (sequences × parts of one)", f"{reason}. FSDP2 or DDP over all {x.gpus}", _RING
+    if x.context > 1:
+        reason = "zigzag gives every process equally many pairs of causal dense attention; contiguous parts keep near keys on one"
+        yield "layout", f'"{_layout(x)}"', reason, "docs/ring.md, How it works"
 
 
 def _why_kind(x: Any) -> tuple[str, str]:
     """Returns (reason, source) of the kind of attention."""
-    near = f"every query attends to all near keys, and to few far ones: {x.keys / x.dense_keys:.2%} of dense attention's pairs"
     if x.name == "torchscale":
-        return "what the weights were trained with, all in the preset", _SAME
+        return 'what the weights were trained with, all in the preset; load_torchscale("slide_encoder.pth") reads them', _SAME
     if x.attention is not None:
         return "requested; a model keeps the attention that it was trained with", _HF
-    if x.base == "dense" and x.length <= 4096:
-        return (
-            "at 4,096 positions LongNet's branches contain most of its pairs: on an H200 cuDNN's dense attention took 0.62 of their time "
-            "forward and 0.70 forward + backward"
-        ), _SHORT
     if x.base == "dense":
         return "dilated was slower at 4,096 positions and faster at 8,192, on an H200; dense leaves no key out", _SHORT
     if x.base == "block_sparse":
-        return (
-            "the cache of every dilated pattern of 8,192 positions and more is too large for so many; on an H200 32 requests with a window "
-            "reached 20,790 tokens/s at a million positions, dense attention 2,274 at 65,536"
-        ), _DECODING
+        return "the cache of every dilated pattern of 8,192 positions and more is too large for so many requests", _DECODING
+    near = f"every query attends to all near keys, and to few far ones: {x.keys / x.dense_keys:.2%} of dense attention's pairs"
     if not x.training:
         more = "a step of decoding reads only these keys: 1,125 tokens/s at a million positions on an H200, dense attention 107"
         return f"{near}; {more}", _DECODING
-    if x.length < 32768:
-        more = "at 8,192 positions dense forward + backward took 1.24 to 2.02 times as long by torch's kernels on an H200"
-        return f"{near}; {more}, 0.98 by FlashAttention-4", _SHORT
-    return f"{near}; on an H200 1,048,576 causal positions of 12 heads of 64 took 17.41 ms forward and 48.57 ms backward", _BACK
+    more = "on an H200 1,048,576 causal positions of 12 heads of 64 took 17.41 ms forward and 48.57 ms backward"
+    return f"{near}; {more}", "docs/performance.md, Against the arithmetic floor"
 
 
-def _settings(x: Any, time: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yields the fields of each ``Setting``."""
-    base, length, is_slides, is_decoding = x.base, x.length, x.name == "torchscale", x.what == "decoding"
-    yield "kind", x.kind, *_why_kind(x)
-    if base != "dense" and not is_slides:
+def _of_attention(x: Any, backends: Explanation) -> Iterator[Fields]:
+    """Yields what every use case decides."""
+    yield "kind", kind_of(x.base, x.context), *_why_kind(x)
+    if x.base != "dense" and x.name != "torchscale":
         reason = "how well a model learns with these keys is not measured here: train it and dense attention on your data where both can"
         yield "accuracy", "measure it on your model", reason, "docs/block_sparse.md, What it does not do"
     average = f"{x.keys:,.0f} keys per query on average, dense attention has {x.dense_keys:,.0f}"
-    if base == "dilated":
+    if x.base == "dilated":
         reach, reason = max(x.pattern.segment_lengths), f"segment/rate. {average}"
-        if reach < length:
+        if reach < x.length:
             reason += f". No segment is longer than {reach:,}, so that the keys of all requests fit"
-        if not is_slides and max(x.pattern.dilation_rates) > x.heads:
+        if x.name != "torchscale" and max(x.pattern.dilation_rates) > x.heads:
             reason += f". Rates above the {x.heads} heads leave positions out of far branches; more heads avoid this"
         yield "branches", ", ".join(f"{w}/{r}" for w, r in x.pattern.branches), reason, "docs/performance.md, How it works"
-    elif base == "block_sparse":
-        reason = f"{average}: near and first positions. A forward of 1,048,576 ran at 468 TFLOP/s with a window of 2,048 (H200)"
-        yield "pattern", _source(x.pattern), reason, "docs/block_sparse.md, Performance"
-    forward, backward = x.backends.forward, x.backends.backward
-    if forward is None:
-        yield "backend", "none", f"no backend can compute {x.backends.request.describe()}; try another head dim"
+    elif x.base == "block_sparse":
+        yield "pattern", _source(x.pattern), f"{average}: near and first positions", "docs/block_sparse.md, Performance"
+    if backends.forward is None:
+        yield "backend", "none", f"no backend can compute {backends.request.describe()}; try another head dim"
     else:
-        basis = " · ".join(dict.fromkeys(filter(None, (x.backends.forward_basis, x.backends.backward_basis))))
-        extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in (forward, backward) if name in _EXTRAS))
-        install = f', with every kernel package installed: pip install "dilated-attention[{extras}]"' if extras and not x.here else ""
-        chosen = f"forward {forward}" + (f", backward {backward}" if x.training else "")
-        yield "backend", chosen, f'what backend="auto" chooses: {basis}{install}'
+        basis = " · ".join(dict.fromkeys(filter(None, (backends.forward_basis, backends.backward_basis))))
+        chosen = f"forward {backends.forward}" + (f", backward {backends.backward}" if x.training else "")
+        packages = "" if x.here else " with every kernel package installed"
+        yield "backend", chosen, f'what backend="auto" chooses{packages}: {basis}'
     name = str(x.dtype).removeprefix("torch.")
     why = {"bfloat16": "the range of float32 at half the bytes", "float16": "the GPU has no bfloat16; train with torch.amp.GradScaler"}
     yield "dtype", name, why.get(name, "no fast 16-bit products here")
-    if x.what == "sdpa":
-        yield "integration", '"sdpa"', "transformers' own computes what the model was trained with", _HF
-    elif x.what == "transformers":
-        yield "integration", "fine-tune", "a model trained with dense attention computes something else with these layers", _HF
-        source = "docs/huggingface.md, What is honoured, and what is refused"
-        yield "padding", "on the right", "padding on the left shifts segments", source
-    if x.fits is not None:
-        if is_decoding:
-            reason = f"weights of {x.size} parameters and the cache of {x.count} requests, of which {x.fitting} would fit"
-        elif x.what == "layer":
-            reason = "of one layer's attention: q, k, v, result, gradients and what its calls need in addition"
-        else:
-            reason = f"{x.size} parameters with AdamW, {x.count} sequences at a time, by plan_model"
-            most = f"a sequence of {x.longest:,} positions would fit" if x.longest else _NOTHING_FITS
-            reason += "" if x.fits else f"; {most}"
-        value = f"{readable(x.memory)} per device, {'fits' if x.fits else 'does not fit'}"
-        yield "memory", value, f"{reason}; {x.machine.name} has {readable(x.machine.memory)}"
-    if time:
-        yield time
-    if x.checkpointed is not None:
-        reason = "without it the activations do not fit" if x.checkpointed else "the activations fit, and computing blocks twice costs time"
-        reason += ": a training step of GigaPath's encoder took 235 ms and 4.2 GB with it, 163 ms and 11.9 GB without, on an H200"
-        yield "checkpoint_activations", str(x.checkpointed), reason, _SLIDE
-    if is_slides:
-        reason = "reads them with weights_only, without TorchScale; outputs were within 5.3e-7 of the original's in float32"
-        yield "weights", 'load_torchscale("slide_encoder.pth")', reason, _SAME
-    if is_decoding:
-        value = "PagedKVCache: model.generate([prompt, …])" if x.name == "serving" else "KVCache: model.generate(prompt, …)"
-        reason = f"{x.cache} per request for the last {x.rows:,} of {length:,} positions; {x.decoder} reads a row of it"
-        yield "KV cache", value, reason, "docs/decoding.md, What a row reads"
-    if x.gpus > 1 and is_decoding:
-        yield "mesh", f"{x.gpus} processes, each with its own requests", "a sequence is continued by one process"
-    elif x.gpus > 1:
-        reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
-        if x.context > 1:
-            reason = f"{-(-length // x.context):,} tokens per GPU; on four H200 {_SHARED[base][0]}"
-        elif length < _TOKENS_PER_GPU * x.data and x.batch < x.data:
-            reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {x.gpus} sequences per step"
-        sharded = x.what in ("model", "slide") and x.number > 10**9
-        reason += f". {'FSDP2 (fully_shard), as AdamW needs 16 bytes per parameter,' if sharded else 'FSDP2 or DDP'} over all {x.gpus}"
-        yield "mesh", f"{x.data} × {x.context} (sequences × parts of one)", reason, _RING
-    if x.context > 1:
-        yield "layout", f'"{x.layout}"', _SHARED[base][1], "docs/ring.md, How it works"
-    if x.name == "serving":
-        reason = "one request's step is bound by launches: 1,120 tokens/s alone, 16,637 for 32 together, on an H200"
-        yield "batch", f"{x.count} requests per GPU, of {x.fitting} that fit", reason, _DECODING
-    elif is_slides and x.hardware.device_type == "cuda":
-        yield "batch", "one slide at a time", "three packed slides of 5,308 tiles took 0.6 to 0.9 s per step, one 0.12", _SLIDE
-    elif not is_slides and not is_decoding:
-        reason, source = "one long sequence fills a GPU. Accumulate gradients for a larger batch", "docs/genome.md, What is trained"
-        if length <= 16384:
-            reason = "short sequences fill a GPU together: of 4,096 positions the host took 0.589 ms, the kernels 0.363, on an H200"
-            source = _SHORT
-        yield "batch", f"{x.count} at a time", reason, source
-    if not is_slides and x.head_dim not in (64, 128):
+    if x.name != "torchscale" and x.head_dim not in (64, 128):
         yield "head dim", f"{x.head_dim}; better 64 or 128", "what every kernel library is built for"
 
 
 def _code(x: Any) -> list[str]:
     """Returns the lines to paste."""
-    lines, processes, make = [], x.data * x.context, "attention" if x.what == "layer" else "model"
-    if x.what == "transformers":
-        lines.append("from dilated_attention.integrations.huggingface import register")
-    elif x.what != "sdpa":
-        lines.append(f"from dilated_attention import create_{make}")
+    lines, processes, is_own = [], x.data * x.context, x.implementation == "sdpa"
+    if not is_own:
+        lines.append(f"from dilated_attention import create_{x.make}" if not x.implementation else _REGISTER)
     if x.base == "block_sparse":
         lines.append("from dilated_attention.pattern import GlobalLocal")
-    if processes > 1 and x.what != "sdpa":
+    if processes > 1 and not is_own:
         mesh = f'mesh = dist.init_device_mesh("{x.hardware.device_type}", ({x.data}, {x.context}), mesh_dim_names=("dp", "cp"))'
         lines += ["import torch.distributed as dist", f"dist.init_process_group()  # torchrun --nproc_per_node={processes}", mesh]
     options = x.arguments + (", checkpoint_activations=True" if x.checkpointed else "")
-    options += f', mesh=mesh["cp"], layout="{x.layout}"' if x.context > 1 else ""
-    if x.what not in ("sdpa", "transformers"):
-        return [*lines, f"{make} = create_{make}({options})"]
-    lines += [f"register({options})"] if x.what == "transformers" else []
-    return [*lines, f'model.set_attn_implementation("{x.implementation}")']
+    options += f', mesh=mesh["cp"], layout="{_layout(x)}"' if x.context > 1 else ""
+    if not x.implementation:
+        return [*lines, f"{x.make} = create_{x.make}({options})"]
+    return [*lines, *([] if is_own else [f"register({options})"]), f'model.set_attn_implementation("{x.implementation}")']
 
 
 def _arguments(name: str, arguments: dict[str, Any]) -> str:

@@ -107,12 +107,10 @@ def plan_attention(
     ...     "dilated", num_positions=2**20, num_heads=12, head_dim=64, gpu="H200",
     ...     segment_lengths=[2048, 8192], dilation_rates=[1, 4]))
     """
-    check_bool("find_longest", find_longest)
-    problem = make_problem(
-        kind, num_positions=num_positions, num_heads=num_heads, head_dim=head_dim, batch_size=batch_size, num_kv_heads=num_kv_heads,
-        dtype=dtype, world_size=world_size, layout=layout, exchange=exchange, is_causal=is_causal, training=training,
-        segment_lengths=segment_lengths, dilation_rates=dilation_rates, pattern=pattern, gpu=gpu, memory=memory,
-    )  # fmt: skip
+    # every argument but one is the problem's
+    arguments = dict(locals())
+    check_bool("find_longest", arguments.pop("find_longest"))
+    problem = make_problem(**arguments)
     N, H, B = problem.num_positions, problem.num_heads, problem.batch_size
     pairs, exact = pairs_of(problem)
     least, found = least_bytes(problem), exchange_of(problem)

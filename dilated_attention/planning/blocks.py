@@ -103,18 +103,14 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
         queries = row * q_block + torch.randint(of_row, (_SAMPLED_QUERIES, 1), generator=generator)
         group, _, column = whole.columns(grid, heads)
         head, size_of_block = head_of(group, heads), (num_positions - column * k_block).clamp(max=k_block) * _SAMPLED_QUERIES
+        # whole blocks need no look at their pairs
+        state = torch.full_like(column, PARTIAL) if asks else whole.classify(grid, head, torch.full_like(column, row), column)[0]
+        pairs_of_block, partial = size_of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
+        keys = column[partial, None, None] * k_block + torch.arange(k_block)
+        is_kept = whole.allowed(queries, keys, head[partial, None, None], num_positions) & (keys < num_positions)
+        pairs_of_block[partial] = is_kept.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
         if asks:
-            keys = column[:, None, None] * k_block + torch.arange(k_block)
-            exists = keys < num_positions
-            pairs_of_block = (whole.allowed(queries, keys, head[:, None, None], num_positions) & exists).sum((1, 2))
             state = state_of(pairs_of_block > 0, pairs_of_block == size_of_block)
-        else:
-            # whole blocks need no look at their pairs
-            state, _ = whole.classify(grid, head, torch.full_like(column, row), column)
-            pairs_of_block, partial = size_of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
-            keys = column[partial, None, None] * k_block + torch.arange(k_block)
-            is_kept = whole.allowed(queries, keys, head[partial, None, None], num_positions) & (keys < num_positions)
-            pairs_of_block[partial] = is_kept.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
         sampled = pairs_of_block.sum().double() * of_row / _SAMPLED_QUERIES, (state > 0).sum(), (state == PARTIAL).sum()
         totals += weight * torch.stack(sampled)
     pairs, entries, masked = (int(x) for x in (totals * groups / len(heads)).tolist())

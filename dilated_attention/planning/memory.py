@@ -28,7 +28,7 @@ def memory_of(problem: Problem) -> MemoryEstimate:
     elif problem.world_size > 1:
         passes = _of_ring(problem)
     else:
-        return _of_engine(problem, problem.num_positions)
+        return of_engine(problem, problem.num_positions)
     forward, backward = (tuple((what, int(size)) for what, size in terms if size) for terms in passes)
     return MemoryEstimate(inputs=forward[0][1], forward=forward, backward=backward if problem.training else ())
 
@@ -38,7 +38,7 @@ def counts_of(problem: Problem, most: int = MOST_BLOCKS) -> BlockCounts:
     return block_counts(problem.pattern, problem.num_positions, problem.num_heads, problem.is_causal, most)
 
 
-def _of_engine(
+def of_engine(
     problem: Problem, num_positions: int, pattern: Any = None, heads: tuple[int, int] | None = None, **options: Any
 ) -> MemoryEstimate:
     """Asks the engine's own account. ``pattern``, ``heads``: if not the problem's, or not all heads of queries and of keys."""
@@ -95,7 +95,7 @@ def _of_ring(problem: Problem) -> tuple[Terms, Terms]:
     if exchange.name == "all_to_all":
         # computed as on one process, in addition to the caller's rows of all heads
         pattern = pattern if pattern.branch_heads == "split" else pattern.with_heads(0, H // W, H)
-        whole = _of_engine(problem, problem.num_positions, pattern, (H // W, max(1, Hk // W)))
+        whole = of_engine(problem, problem.num_positions, pattern, (H // W, max(1, Hk // W)))
         caller = ("q, k, v in the caller's rows", (Q + 2 * K) * e), ("q, k, v, out, dout in the caller's rows", (3 * Q + 2 * K) * e)
         return [caller[0], *whole.forward], [caller[1], *whole.backward]
     keys, received = ("keys from elsewhere", exchange.held[0]), 2 * problem.batch_size * Hk * problem.head_dim * exchange.rows
@@ -111,9 +111,9 @@ def _of_ring(problem: Problem) -> tuple[Terms, Terms]:
         return [*common, ("out", Q * e)], [*common, ("out, dout", 2 * Q * e), ("dq", Q * e), *grads]
     if exchange.home is None:
         first = exchange.rows - problem.rows if problem.is_causal else 0
-        local = _of_engine(problem, problem.rows, keys=(exchange.rows, first), host_ms=(HOST_MS[False], HOST_MS[True]))
+        local = of_engine(problem, problem.rows, keys=(exchange.rows, first), host_ms=(HOST_MS[False], HOST_MS[True]))
         more = [keys, ("dk, dv of all keys in memory", (received - 2 * K) * e)]
     else:
-        local = _of_engine(problem, problem.rows, exchange.home)
+        local = of_engine(problem, problem.rows, exchange.home)
         more = [("keys from elsewhere, shares of gradients", exchange.held[1])]
     return [*local.forward, keys], [*local.backward, *more]

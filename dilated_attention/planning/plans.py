@@ -33,10 +33,6 @@ def seconds_text(number: float, units: tuple[tuple[str, float, float], ...] = _T
 _flops = functools.partial(seconds_text, units=_FLOPS)
 
 
-def _longest(longest: int) -> str:
-    return f"{'at least ' if longest >= 2**31 else ''}{longest:,} positions" if longest else "none, not one position fits"
-
-
 def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
@@ -63,14 +59,18 @@ class Pass:
     source: str
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Returns the seconds that each would take alone."""
+        return {"arithmetic": self.arithmetic, "memory": self.memory, "launches": self.host, "links": self.links}
+
+    @property
     def seconds(self) -> float:
-        return max(self.arithmetic, self.memory, self.host, self.links) + self.exposed
+        return max(self.parts.values()) + self.exposed
 
     @property
     def bound(self) -> str:
         """Returns what takes longest: ``"arithmetic"``, ``"memory"``, ``"launches"`` or ``"links"``."""
-        parts = {"arithmetic": self.arithmetic, "memory": self.memory, "launches": self.host, "links": self.links}
-        return max(parts, key=lambda name: parts[name])
+        return max(self.parts, key=lambda name: self.parts[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,24 @@ class Plan:
     fits: bool
     longest: int
 
+    def _wire(self, each: str = "") -> list[str]:
+        """Says what a process receives."""
+        if self.world_size == 1:
+            return []
+        moved, about = self.exchange.bytes, "" if self.exchange.is_exact else "about "
+        back = f", {about}{readable(moved.backward_received)} backward" if self.training else ""
+        received = f"receives {about}{readable(moved.forward_received)} forward{back}{each}"
+        return [f"on the wire  {self.exchange.name}, steps: {self.exchange.steps}; a process {received}"]
+
     def _end(self, peak: int) -> list[str]:
         """Says whether ``peak`` bytes fit."""
         part = peak / self.device_memory
         share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
         found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
-        lines = [f"fits         {found}; the longest that does: {_longest(self.longest)}"]
+        reach = (
+            f"{'at least ' if self.longest >= 2**31 else ''}{self.longest:,} positions" if self.longest else "none, not one position fits"
+        )
+        lines = [f"fits         {found}; the longest that does: {reach}"]
         return [*lines, f"             {OF_MALLOC}"] if self.device == THIS_CPU else lines
 
 
@@ -184,17 +196,9 @@ class AttentionPlan(Plan):
             *([] if self.pattern == "every key" else [f"pattern: {self.pattern}"]),
         ]
 
-    def cells(self) -> dict[str, str]:
-        """Returns a row of a table."""
-        moved, share = self.exchange.bytes, self.share_of_dense
-        return {
-            "positions": f"{self.num_positions:,}",
-            "keys/query": f"{self.keys_per_query:,.0f}",
-            "of dense": f"{share:.2%}" if share >= 1e-4 else f"{share:.1e}",
-            "FLOPs": _flops(sum(self.flops)),
-            "peak memory": readable(self.peak),
-            **({"received": readable(moved.forward_received + moved.backward_received)} if self.world_size > 1 else {}),
-        }
+    @property
+    def total_flops(self) -> float:
+        return sum(self.flops)
 
     @property
     def time_source(self) -> str:
@@ -203,10 +207,8 @@ class AttentionPlan(Plan):
     def __str__(self) -> str:
         about, each = "" if self.pairs_exact else "about ", ", per process" if self.world_size > 1 else ""
         names = _PASSES[: 1 + self.training]
-        flops, least = (
-            ", ".join(f"{text(size)} {name}" for size, name in zip(sizes, names, strict=False))
-            for sizes, text in ((self.flops, _flops), (self.least_bytes, readable))
-        )
+        flops = ", ".join(f"{_flops(number)} {name}" for number, name in zip(self.flops, names, strict=False))
+        least = ", ".join(f"{readable(size)} {name}" for size, name in zip(self.least_bytes, names, strict=False))
         lines = [
             *self.heading(f"{self.num_positions:,} positions"),
             "",
@@ -219,20 +221,11 @@ class AttentionPlan(Plan):
         for name in names:
             terms = " + ".join(f"{what} {readable(size)}" for what, size in getattr(self.memory, name))
             lines.append(f"  {name:<9}  {readable(getattr(self.memory, f'{name}_peak'))} = {terms}")
-        if self.world_size > 1:
-            moved, about, steps = asdict(self.exchange.bytes), "" if self.exchange.is_exact else "about ", self.exchange.steps
-            lines += ["", f"on the wire  {self.exchange.name}, {steps} step{'s' if steps != 1 else ''}; a process"]
-            for name in names:
-                received, sent = (about + readable(moved[f"{name}_{way}"]) for way in ("received", "sent"))
-                lines.append(f"  {name:<9}  receives {received}, sends {sent}")
-        lines += ["", f"time         {_time(self.seconds, self.no_time)}"]
+        lines += ["", *self._wire(), f"time         {_time(self.seconds, self.no_time)}"]
         for name, one in zip(_PASSES, self.passes, strict=False):
-            links = f", links {seconds_text(one.links + one.exposed)}" if self.world_size > 1 else ""
-            lines += [
-                f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: arithmetic {seconds_text(one.arithmetic)}, "
-                f"memory at least {seconds_text(one.memory)}, launches {seconds_text(one.host)}{links}",
-                f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}",
-            ]
+            parts = ", ".join(f"{part} {seconds_text(seconds)}" for part, seconds in one.parts.items() if seconds)
+            lines.append(f"  {name:<9}  {seconds_text(one.seconds)}, bound by {one.bound}: {parts}")
+            lines.append(f"             {one.backend} at {one.rate / 1e12:,.0f} TFLOP/s: {one.source}")
         return "\n".join([*lines, "", *self._end(self.peak)])
 
 
@@ -266,6 +259,10 @@ class ModelPlan(Plan):
     decode_source: str = ""
 
     @property
+    def total_flops(self) -> float:
+        return self.flops
+
+    @property
     def peak(self) -> int:
         """Peak bytes of one process."""
         return sum(size for _, size in self.terms)
@@ -281,11 +278,6 @@ class ModelPlan(Plan):
         flags += [f"weights over {self.weight_shards} processes"] if self.weight_shards > 1 else []
         return [f"{self.preset}, {length} × {self.batch_size}, {', '.join(flags)}", f"on {self.device} with {readable(self.device_memory)}"]
 
-    def cells(self) -> dict[str, str]:
-        """Returns a row of a table."""
-        figures = {"positions": f"{self.num_positions:,}", "FLOPs": _flops(self.flops)}
-        return figures | {"peak memory": readable(self.peak), "highest": self.moment}
-
     def __str__(self) -> str:
         lines = [
             *self.heading(f"{self.num_positions:,} positions"),
@@ -295,12 +287,7 @@ class ModelPlan(Plan):
             f"peak memory  {readable(self.peak)}, {self.moment}" + (", per process" if self.world_size * self.weight_shards > 1 else ""),
             *(f"  {readable(size):>9}  {what}" for what, size in self.terms),
         ]
-        if self.world_size > 1:
-            moved = self.exchange.bytes
-            back = f", {readable(moved.backward_received)} backward" if self.training else ""
-            received = f"a process receives {readable(moved.forward_received)} forward{back}, per layer"
-            lines.append(f"on the wire  {self.exchange.name}; {received}")
-        lines.append(f"time         {_time(self.seconds, self.no_time)}")
+        lines += [*self._wire(", per layer"), f"time         {_time(self.seconds, self.no_time)}"]
         if self.seconds is not None:
             lines[-1] += f", {self.batch_size * self.num_positions / self.seconds:,.0f} positions/s"
             # one part per line; text in brackets stays together
@@ -319,17 +306,12 @@ def _time(seconds: float | None, why_not: str) -> str:
 def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
     """Formats plans of one call or model at several lengths; only the last one contains the longest length that fits."""
     last = plans[-1]
-    found = [
-        plan.cells() | {"time": "–" if plan.seconds is None else seconds_text(plan.seconds), "fits": "yes" if plan.fits else "no"}
-        for plan in plans
-    ]
-    rows = [tuple(found[0]), *(tuple(row.values()) for row in found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    times = f"times are estimates; in the last row: {last.time_source}" if last.time_source else f"no times: {last.no_time}"
-    longest = f"the longest that fits in {USABLE:.0%} of the memory: {_longest(last.longest)}"
-    malloc = [f"memory is {OF_MALLOC}"] if last.device == THIS_CPU else []
-    return "\n".join([*last.heading("several lengths"), "", *lines, "", longest, *malloc, times])
+    lines = [f"{'positions':>14}  {'FLOPs':>11}  {'peak memory':>11}  {'time':>9}  fits"]
+    for plan in plans:
+        flops, time = _flops(plan.total_flops), "–" if plan.seconds is None else seconds_text(plan.seconds)
+        lines.append(f"{plan.num_positions:>14,}  {flops:>11}  {readable(plan.peak):>11}  {time:>9}  {'yes' if plan.fits else 'no':>4}")
+    times = f"times are estimates: {last.time_source}" if last.time_source else f"no times: {last.no_time}"
+    return "\n".join([*last.heading("several lengths"), "", *lines, "", "the last row", *last._end(last.peak), times])
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, detect, registry
 from dilated_attention.factory.hardware import EXAMPLES
+from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.gpus import Gpu, machine_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_counts
 
 # a kind, and which kind of attention each process computes
-KINDS = {name: name for name in ("dense", "dilated", "block_sparse")}
-KINDS |= {"ring": "dense", "ring_dilated": "dilated", "ring_block_sparse": "block_sparse"}
-RINGS = ("ring", "ring_dilated", "ring_block_sparse")
+KINDS = {kind: kind for kind in RING_KINDS.values()} | RING_KINDS
+RINGS = tuple(RING_KINDS)
 WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
 # the packages that the measured Hopper tables assume
 _PACKAGES = frozenset({"flash-attn-4", "triton"})
@@ -31,7 +31,7 @@ MOST_ELEMENTS = 2**56
 
 def kind_of(computes: str, world_size: int) -> str:
     """Returns the kind whose processes compute ``"dense"``, ``"dilated"`` or ``"block_sparse"`` attention."""
-    return computes if world_size == 1 else RINGS[("dense", "dilated", "block_sparse").index(computes)]
+    return computes if world_size == 1 else next(ring for ring, kind in RING_KINDS.items() if kind == computes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def make_problem(
     check_bool("is_causal", is_causal)
     check_bool("training", training)
     for name, value, usual, takers in (
-        ("world_size", world_size, 1, RINGS), ("layout", layout, None, RINGS), ("exchange", exchange, "auto", RINGS[:2])
+        ("world_size", world_size, 1, RINGS), ("layout", layout, None, RINGS), ("exchange", exchange, "auto", ("ring", "ring_dilated"))
     ):  # fmt: skip
         if value != usual and kind not in takers:
             why, kinds = "has none" if kind in RINGS else "one process computes", ", ".join(takers)

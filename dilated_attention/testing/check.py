@@ -57,18 +57,9 @@ class Report:
 
 def function_of(case: Case, x: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns the public function of a case, its arguments after q, k and v, and its options."""
-    options: dict[str, Any] = {
-        "is_causal": case.is_causal,
-        "scale": case.scale,
-        "cu_seqlens": x.cu_seqlens,
-        "key_padding_mask": x.key_padding_mask,
-        "sinks": x.sinks,
-        "softcap": case.softcap,
-        "bias": bias_of(case, x),
-        "dropout_p": case.dropout_p,
-        "query_offset": case.query_offset,
-        "return_lse": True,
-    }
+    options = {name: getattr(case, name) for name in ("is_causal", "scale", "softcap", "dropout_p", "query_offset")}
+    options |= {name: getattr(x, name) for name in ("cu_seqlens", "key_padding_mask", "sinks")}
+    options |= {"bias": bias_of(case, x), "return_lse": True}
     if case.window is not None:
         return attention, (), options | {"window": case.window}
     branches: tuple[Any, ...] = ()

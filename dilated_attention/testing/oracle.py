@@ -12,7 +12,8 @@ import torch
 
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
-from dilated_attention.engine.reference import distance_scores, reference_attention
+from dilated_attention.engine import reference as definition
+from dilated_attention.engine.reference import distance_scores
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.testing.bounds import largest
 from dilated_attention.testing.cases import Case, Inputs
@@ -21,44 +22,17 @@ from dilated_attention.testing.cases import Case, Inputs
 def multiplicities(
     case: Case, key_padding_mask: torch.Tensor | None, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) of the branches: ``engine.reference`` in a vectorised form."""
-    pattern = case.dilated
-    branches = [] if pattern is None else list(zip(pattern.branches, pattern.offsets(case.heads), strict=True))
-    keys = torch.arange(case.num_keys, device=device)
-    rows = torch.arange(case.query_offset, case.query_offset + case.num_queries, device=device)
-    starts = torch.zeros_like(keys)
-    sizes = torch.full_like(keys, case.num_keys)
-    if case.bounds is not None:
-        for start, end in zip(case.bounds, case.bounds[1:], strict=False):
-            starts[start:end], sizes[start:end] = start, end - start
-    inside = keys - starts
-    allowed = torch.ones(case.num_queries, case.num_keys, dtype=torch.bool, device=device)
-    difference = keys[None, :] - rows[:, None]
-    left, right = case.window or (None, None)
-    if left is not None:
-        allowed &= difference >= -left
-    if right is not None:
-        allowed &= difference <= right
-    if case.is_causal:
-        allowed &= difference <= 0
-    m = torch.zeros(len(branches), case.heads, case.num_queries, case.num_keys, device=device)
-    z = torch.zeros(len(branches), case.heads, case.num_queries, device=device)
-    for branch, ((length, rate), offsets) in enumerate(branches):
-        segment = inside // length
-        same = (starts[rows, None] == starts[None, :]) & (segment[rows, None] == segment[None, :])
-        for head, offset in enumerate(offsets):
-            if offset < 0:
-                continue
-            taken = inside % length % rate == offset
-            real = same & taken[rows, None] & taken[None, :]
-            m[branch, head] = real & allowed
-            if pattern is not None and pattern.tail == "zero_keys" and not case.is_causal:
-                places = (sizes.clamp(max=length) + rate - 1) // rate
-                z[branch, head] = torch.where(taken[rows], places[rows] - real.sum(-1), 0)
-    m = m[:, None]
-    if key_padding_mask is not None:
-        m = m * ~key_padding_mask.to(device)[None, :, None, None, :]
-    return m, z[:, None]
+    """Returns (m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) of the branches, as ``engine.reference`` defines them."""
+    shape = case.num_queries, case.num_keys, case.heads
+    if case.dilated is None:
+        z = torch.zeros(0, 1, case.heads, case.num_queries, device=device)
+        return z[..., None].expand(-1, -1, -1, -1, case.num_keys), z
+    bounds = None if case.bounds is None else torch.tensor(case.bounds)
+    m, z = definition.multiplicities(
+        case.dilated, *shape, is_causal=case.is_causal, query_offset=case.query_offset, window=case.window, cu_seqlens=bounds,
+        key_padding_mask=key_padding_mask,
+    )  # fmt: skip
+    return m.to(device), z[:, None].to(device)
 
 
 def block_multiplicities(case: Case, x: Inputs) -> torch.Tensor:
@@ -179,22 +153,8 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls ``engine.reference.reference_attention`` on the case: the definition itself, row by row on the CPU. For small N."""
     assert isinstance(case.pattern, DilatedPattern), "blocks are defined by their dense mask: plain_attention"
-    return reference_attention(
-        q,
-        k,
-        v,
-        case.pattern,
-        is_causal=case.is_causal,
-        scale=case.scale,
-        query_offset=case.query_offset,
-        window=case.window,
-        cu_seqlens=x.cu_seqlens,
-        key_padding_mask=x.key_padding_mask,
-        mixture_grad=case.mixture_grad,
-        keep=dropout_keep(case, op_seed(case)) if case.dropout_p else None,
-        dropout_p=case.dropout_p,
-        sinks=x.sinks,
-        softcap=case.softcap,
-        coordinates=x.coordinates,
-        slopes=x.slopes,
-    )
+    names = ("is_causal", "scale", "query_offset", "window", "mixture_grad", "dropout_p", "softcap")
+    options = {name: getattr(case, name) for name in names}
+    options |= {name: getattr(x, name) for name in ("cu_seqlens", "key_padding_mask", "sinks", "coordinates", "slopes")}
+    keep = dropout_keep(case, op_seed(case)) if case.dropout_p else None
+    return definition.reference_attention(q, k, v, case.pattern, keep=keep, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from benchmarks.report import Results, Row, slower
 from benchmarks.truth import BOUNDS, SEED, Truth, wrong
 from dilated_attention.backends import Dropout
 from dilated_attention.engine.reference import reference_attention
-from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks
+from dilated_attention.pattern import DilatedPattern, RandomBlocks
 from dilated_attention.testing.oracle import keep_mask
 from tests.helpers.scripts import run_script
 
@@ -30,13 +29,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "detached": {"pattern": BLOCKED, "mixture_grad": "detached"},
-    "zero keys": {"pattern": BLOCKED, "batch_size": 2},
-    "suffix": {"padding": ("suffix", 0.3), "batch_size": 2},
-    "random": {"padding": ("random", 0.3), "pattern": None},
+    "random": {"padding": ("random", 0.3), "pattern": None, "batch_size": 2},
     "dropout": {"dropout_p": 0.2, "batch_size": 2},
     "documents": {"bounds": (0, 11, 12, 37), "pattern": BLOCKED},
     "window": {"window": (5, 0), "pattern": None, "is_causal": True},
-    "both sides": {"window": (5, 2), "pattern": None},
     "rectangle": {"queries": 9, "is_causal": True},
     "grouped": {"num_kv_heads": 2, "is_causal": True},
 }
@@ -76,16 +72,14 @@ def test_the_truth_is_the_definition(name: str) -> None:
     leaves, dout = case.qkv(7), true.dout()
     results = by_definition(case, mixture, leaves, dout)
     assert wrong(true.errors(leaves, dout, results[0], results[1:]), BOUNDS[torch.float64]) == ""
-    for i, which in enumerate(("out", "dq", "dk", "dv")):
-        spoilt = [x * (1.001 if i == j else 1) for j, x in enumerate(results)]
-        errors = true.errors(leaves, dout, spoilt[0], spoilt[1:])
-        assert errors[which] == pytest.approx(0.001, rel=1e-3)
-        assert wrong(errors, BOUNDS[torch.float64]).startswith(f"wrong: {which} off by 1.0e-03")
+    errors = true.errors(leaves, dout, results[0], [results[1], 1.001 * results[2], results[3]])
+    assert errors["dk"] == pytest.approx(0.001, rel=1e-3)
+    assert wrong(errors, BOUNDS[torch.float64]).startswith("wrong: dk off by 1.0e-03")
     assert wrong({"out": math.nan}, 1e-3).startswith("wrong: out off by nan")
 
 
-@pytest.mark.parametrize("pattern", [RandomBlocks(0.5, per_head=True, own_block=True, block_size=64), LocalWindow((20, 3), block_size=64)])
-def test_the_truth_of_blocks_is_the_masks_also_in_sampled_rows(pattern: Any) -> None:
+def test_the_truth_of_blocks_is_the_masks_also_in_sampled_rows() -> None:
+    pattern = RandomBlocks(0.5, per_head=True, own_block=True, block_size=64)
     for n in (200, 600):
         case = Case(name="", num_positions=n, num_heads=3, head_dim=4, dtype=torch.float64, is_causal=True, pattern=pattern)
 
@@ -101,8 +95,6 @@ def test_the_truth_of_blocks_is_the_masks_also_in_sampled_rows(pattern: Any) -> 
 def test_pairs_are_counted() -> None:
     case, _ = make(window=(5, 2), pattern=None, batch_size=2)
     assert pairs(case, dense_pattern(case)) == 2 * 6 * sum(1 for i in range(37) for j in range(37) if i - 5 <= j <= i + 2)
-    case, _ = make(is_causal=True, queries=9)
-    assert pairs(case, PATTERN) == int(PATTERN.dense_mask(37, 37, 6)[:, 28:].tril(28).sum())
 
 
 def test_names_are_cases() -> None:
@@ -112,11 +104,8 @@ def test_names_are_cases() -> None:
     assert case_names(["giga*"], [64, 128]) == ["gigapath-64", "gigapath-128"] and "blocks10-32768" in case_names()
     with pytest.raises(ValueError, match=r"there is no case 'gigapat-10'; expected FAMILY-LENGTH.*gigapath"):
         make_case("gigapat-10", CPU, torch.float32)
-    with pytest.raises(ValueError, match=r"no contender 'our'; expected one of ours"):
-        contender("our")
     for name, family in FAMILIES.items():
-        small_case = make_case(case_names([f"{name}*"])[0], CPU, torch.float32, is_small=True)
-        assert small_case.num_positions <= 512
+        assert make_case(case_names([f"{name}*"])[0], CPU, torch.float32, is_small=True).num_positions <= 512
         assert [contender(one).name for one in family.contenders] == list(family.contenders)
     # rates of all lengths are powers of four, so that results can be compared by length
     assert geometric(2**16) == DilatedPattern((2048, 8192, 32768, 131072), (1, 4, 16, 64))
@@ -140,8 +129,6 @@ def test_who_is_wrong_gets_no_time() -> None:
         assert all(values[key] > 0 for key in ("ms", "called", "host"))
         flops = speed.FLOPS[which] * pairs(case, case.branches) * case.head_dim
         assert values["tflops"] == pytest.approx(flops / values["ms"] / 1e9, rel=1e-6)
-    long = replace(case, num_positions=2**22)
-    assert [row.note for row in speed.measure([contender("attention")], long, longest=0.1)] == ["longer than 0.1 s a call"]
 
 
 def test_results_are_written_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,12 +157,7 @@ def rows_of(**times: float) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("now", "is_slower"),
-    [
-        ({"ours": 13.0, "torch": 4.0}, True),
-        ({"ours": 13.0, "torch": 5.2}, False),
-        ({"ours": 11.0, "torch": 4.0}, False),
-        ({"torch": 4.0}, True),
-    ],
+    [({"ours": 13.0, "torch": 4.0}, True), ({"ours": 13.0, "torch": 5.2}, False), ({"torch": 4.0}, True)],
 )
 def test_slower_is_by_itself_and_beside_others(now: dict[str, float], is_slower: bool) -> None:
     then = Results("speed", {}, {"a": rows_of(ours=10.0, torch=4.0)})
@@ -186,7 +168,6 @@ def test_slower_is_by_itself_and_beside_others(now: dict[str, float], is_slower:
 @pytest.mark.parametrize(
     "command",
     [
-        ["accuracy", "--lengths", "64", "--backends", "auto", "math"],
         ["extreme", "--lengths", "1k", "--heads", "1"],
         ["train-infer", "--tasks", "decode", "slides", "--slides", "2", "--tiles", "60", "--contexts", "1k"],
         ["scaling", "--cases", "gigapath-195", "dense-32", "packed-*", "--heads", "2", "2", "16", "--lengths-vary"],
@@ -197,7 +178,7 @@ def test_every_suite_runs(command: list[str], tmp_path: Path, capsys: pytest.Cap
     assert main([*command, "--output", str(tmp_path), "--seconds", "0.001", "--size", "small"]) == 0
     rows = Results.load(tmp_path / f"{command[0]}.json").rows
     assert rows and not [row for row in rows if row.note.startswith(("wrong", "raised"))]
-    assert {key for row in rows for key in row.values} or command[0] == "accuracy"
+    assert {key for row in rows for key in row.values}
 
 
 PROCESSES = """

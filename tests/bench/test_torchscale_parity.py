@@ -15,11 +15,6 @@ from benchmarks.report import Row
     ("arguments", "code", "text"),
     [
         ([], 2, "expected --torchscale PATH, --gigapath PATH or both"),
-        (
-            ["--torchscale", "no/such"],
-            2,
-            "there is no torchscale/component/dilated_attention.py in it; git clone https://github.com/microsoft",
-        ),
         (["--gigapath", "no/such"], 2, "there is no gigapath/slide_encoder.py in it; git clone https://github.com/prov-gigapath"),
         (["--gigapath", ".", "--tiles", "101", "--grid", "10"], 2, "do not fit on a grid of 10"),
     ],

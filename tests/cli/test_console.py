@@ -8,12 +8,10 @@ import os
 import re
 import subprocess
 import sys
-from multiprocessing.connection import wait
 
 import pytest
 
 from dilated_attention.cli import common, main
-from tests.helpers.pool import fresh_processes
 
 INFO = ("info", "--for", "cpu", "--all")
 SHOW = ("show", "dilated", "--segment-lengths", "8", "32", "--dilation-rates", "1", "4", "--length", "32", "--heads", "1")
@@ -32,37 +30,6 @@ def piped(*arguments: str, **more: str) -> str:
     return result.stdout.decode()
 
 
-def on_terminal(columns: int, *arguments: str, **more: str) -> str:
-    """Returns what a terminal of ``columns`` characters receives."""
-    fcntl, pty, struct, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "struct", "termios"))
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    variables = environment(**{"TERM": "xterm-256color"} | more)
-    process = fresh_processes().Process(target=run_on_terminal, args=(os.ttyname(theirs), arguments, variables))
-    process.start()
-    received = b""
-    # this process keeps the terminal open, so it never reports an end: all has been read when nothing is left of a process that ended
-    while ours in wait([ours, process.sentinel], 120):
-        received += os.read(ours, 65536)
-    process.join(0)
-    os.close(ours)
-    os.close(theirs)
-    assert process.exitcode == 0, received
-    return received.decode().replace("\r\n", "\n")
-
-
-def run_on_terminal(name: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
-    """The command line with a terminal as its stdin, stdout and stderr, in a forked process: imports of a new one take seconds."""
-    terminal = os.open(name, os.O_RDWR)
-    for stream in range(3):
-        os.dup2(terminal, stream)
-    # those of the process that this one is forked from may be files
-    sys.stdout, sys.stderr = (open(stream, "w", encoding="utf-8", closefd=False) for stream in (1, 2))  # noqa: SIM115
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.exit(main(list(arguments)))
-
-
 def words(text: str) -> list[str]:
     return ESCAPE.sub("", text).split()
 
@@ -79,14 +46,17 @@ def test_a_pipe_gets_plain_lines_that_are_whole(plain: str) -> None:
     assert not any(line != line.rstrip() for line in plain.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("columns", "more"), [(60, {}), (200, {}), (60, {"NO_COLOR": "1"}), (60, {"TERM": "dumb"})], ids=["60", "200", "NO_COLOR", "dumb"]
-)
-def test_a_terminal_gets_lines_of_its_width_and_colours_unless_refused(columns: int, more: dict[str, str], plain: str) -> None:
-    text = on_terminal(columns, *INFO, **more)
-    widest = max(map(len, ESCAPE.sub("", text).splitlines()))
+@pytest.mark.parametrize("more", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["colours", "NO_COLOR", "dumb"])
+def test_a_terminal_gets_lines_of_its_width_and_colours_unless_refused(
+    more: dict[str, str], plain: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"FORCE_COLOR": "1", "COLUMNS": "60", "TERM": "xterm-256color"} | more).items():
+        monkeypatch.setenv(name, value)
+    assert main(list(INFO)) == 0
+    text = capsys.readouterr().out
     # rich takes 80 characters for a dumb terminal
-    assert min(0.8 * columns, 120) < widest <= (80 if "TERM" in more else columns)
+    assert 48 < max(map(len, ESCAPE.sub("", text).splitlines())) <= (80 if "TERM" in more else 60)
     assert words(text) == plain.split()
     assert ("\x1b[1;32m→ sdpa_cpu\x1b[0m" in text) if not more else "\x1b" not in text
 

@@ -13,7 +13,6 @@ from dilated_attention import (
     create_attention,
     create_model,
     explain_backend,
-    list_backends,
 )
 from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
@@ -40,12 +39,10 @@ def test_kinds_make_their_modules() -> None:
     ("call", "error", "text"),
     [
         (lambda: create_attention("ringed", **SMALL), ValueError, "kind is 'ringed'; expected one of 'dilated', 'multihead_dilated'"),
-        (lambda: create_attention(3, **SMALL), TypeError, "kind is 3"),
         (lambda: create_attention("dilated", segment_length=[8], dilation_rates=[1]), TypeError, "got segment_length, which it does not"),
         (lambda: create_attention("dilated", segment_lengths=[8]), TypeError, "lacks dilation_rates"),
         (lambda: create_attention("dilated", segment_lengths=[8], dilation_rates=[9]), ValueError, "larger than segment_lengths"),
         (lambda: create_model("longnet-huge"), ValueError, "preset is 'longnet-huge'; expected one of 'longnet-tiny'"),
-        (lambda: create_model(None), TypeError, "preset is None"),
         (lambda: create_model("longnet-tiny", layers=2), TypeError, "got layers, which it does not know; it accepts vocab_size"),
         (lambda: create_model("longnet-tiny", num_heads=5), ValueError, "embed_dim is 128 and num_heads is 5"),
     ],
@@ -65,42 +62,24 @@ def test_model_presets_build_and_take_overrides() -> None:
     assert next(model.parameters()).dtype is torch.float64
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("longnet-125m", 125e6), ("longnet-350m", 350e6), ("longnet-760m", 760e6), ("longnet-2.7b", 2.7e9), ("longnet-15m", 15e6)],
-)
-def test_models_have_about_the_size_of_their_name(name: str, parameters: float) -> None:
-    model = create_model(name, device="meta")
-    blocks = sum(parameter.numel() for parameter in model.decoder.blocks.parameters())
-    # the paper's names count an embedding of 32k to 50k tokens; its tokeniser has 100,277
-    assert blocks < parameters < model.num_parameters * 1.05
-    if name == "longnet-15m":
-        assert (model.config.segment_lengths, model.config.dilation_rates) == geometric_branches(32768)
-
-
 def test_branches_follow_the_context() -> None:
     def branches(preset: str, **overrides: Any) -> Any:
         config = create_model(preset, device="meta", **overrides).config
         stack = getattr(config, "encoder", config)
         return stack.segment_lengths, stack.dilation_rates
 
+    assert branches("longnet-15m") == geometric_branches(32768)
     assert branches("longnet-15m", context_length=2**20) == geometric_branches(2**20, 2048)
     assert branches("longnet-tiny", context_length=16_384, num_layers=1) == ((512, 2048, 8192, 16_384), (1, 4, 16, 32))
-    assert branches("longnet-tiny", context_length=100) == ((100,), (1,))
-    assert branches("longnet-125m", context_length=2**17) == ((2048, 8192, 32_768, 131_072), (1, 4, 16, 64))
     assert branches("gigapath-12l768d", context_length=100_000) == ((1024, 4096, 16_384, 65_536, 100_000), (1, 4, 16, 64, 97))
-    assert branches("longnet-tiny", context_length=None) == ((512, 2048, 8192), (1, 4, 16))
     for overrides, text in (
         ({"attention": "dense"}, "context_length is 4096 and attention is 'dense', which has no branches"),
-        ({"segment_lengths": (64,)}, "context_length and segment_lengths are given"),
         ({"dilation_rates": (1,)}, "context_length and dilation_rates are given"),
     ):
         with pytest.raises(ValueError, match=text):
             branches("longnet-tiny", context_length=4096, **overrides)
     with pytest.raises(ValueError, match="context_length is 0; expected an integer ≥ 1"):
         branches("longnet-tiny", context_length=0)
-    with pytest.raises(TypeError, match=r"context_length is 4096\.0"):
-        branches("longnet-tiny", context_length=4096.0)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +153,6 @@ def test_attention_presets_are_the_published_settings() -> None:
     assert gigapath.embed_dim // gigapath.num_heads == 48
     assert ATTENTION_PRESETS["longvit"].embed_dim // ATTENTION_PRESETS["longvit"].num_heads == 24
     assert ATTENTION_PRESETS["longnet"].pattern.dilation_rates == (1, 2, 4, 6, 12)
-
-
-def test_names_of_backends() -> None:
-    known = "flash4 flash3 flash3_fp8 flash2 sdpa_cudnn sdpa_flash sdpa_efficient sdpa_cpu triton tiles flex xformers math"
-    assert set(list_backends()) == set(known.split())
 
 
 def test_explain_backend_knows_lists_of_blocks() -> None:

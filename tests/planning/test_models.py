@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ import pytest
 import torch
 
 from dilated_attention import profile_memory
-from dilated_attention.factory import MODEL_PRESETS, create_model
+from dilated_attention.factory import create_model
 from dilated_attention.pattern import LocalWindow
-from dilated_attention.planning import models, plan_model
+from dilated_attention.planning import plan_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200"
-# the model of docs/decoding.md
-MODEL: dict[str, Any] = {"vocab_size": 32768, "num_layers": 12, "embed_dim": 768, "num_heads": 12}
-# attention by the names of two stored runs
+# attention by the names of a stored run
 ATTENTION: dict[str, dict[str, Any]] = {
-    "dense (triton)": {"attention": "dense"}, "longnet 2K–32K": {}, "dense": {"attention": "dense"}, "dilated": {},
+    "dense": {"attention": "dense"}, "dilated": {},
     "block_sparse": {"attention": "block_sparse", "block_pattern": LocalWindow((1023, 0), block_size=128)},
 }  # fmt: skip
 
@@ -118,16 +115,11 @@ def test_a_step_on_a_cpu_takes_what_is_planned(options: dict[str, Any]) -> None:
     assert plan.peak - beside == pytest.approx(taken, rel=0.15), str(plan)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", [name for name in MODEL_PRESETS if name.startswith("longvit")])
-def test_models_of_images_are_planned(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["longvit-4096", "gigapath-12l768d", "llama-1b", "gpt2-124m"])
+def test_parameters_are_those_of_the_model_that_is_made(preset: str) -> None:
     found = plan_model(preset, num_positions=512, gpu="H100", find_longest=False)
     assert found.parameters == sum(p.numel() for p in create_model(preset, device="meta").parameters())
     assert found.peak > 16 * found.parameters
-
-
-def test_no_plan_tells_a_figure_with_an_exponent() -> None:
-    assert not re.search(r"\de[+-]?\d", str(plan_model("llama-1b", num_positions=2**20, gpu="H100", num_layers=2)))
 
 
 def slides() -> list[dict[str, Any]]:
@@ -148,22 +140,17 @@ def test_planned_peaks_of_a_model_are_what_an_h200_took(row: dict[str, Any]) -> 
 
 
 def steps() -> list[Any]:
-    """(attention, batch, positions, ms, the model) of generated tokens; constants were fitted to the first run, not to the other."""
-    rows = [json.loads(line) for line in (RESULTS / "decode.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row.get("part") == "step" and row["model"] in ATTENTION and "ms" in row]
-    found: list[Any] = [(row["model"], row["batch"], row["context"], row["ms"], "longnet-125m", MODEL) for row in rows]
+    """(attention, batch, positions, ms, the model) of generated tokens; constants were fitted to another run."""
     groups = json.loads((RESULTS / "train-infer.json").read_text(encoding="utf-8"))["groups"]
     others = [row for rows in groups.values() for row in rows if row["case"].get("task") == "decode" and "values" in row]
     cases = [(row | row["case"], row) for row in others]
-    return found + [(case["name"], case["B"], case["N"], row["values"]["ms"], case["model"], {}) for case, row in cases]
+    return [(case["name"], case["B"], case["N"], row["values"]["ms"], case["model"]) for case, row in cases]
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: f"{step[0]}-{step[1]}-{step[2]}-{step[4]}")
 def test_generated_tokens_are_near_what_an_h200_took(step: Any) -> None:
-    name, batch, positions, ms, preset, options = step
-    found = plan_model(
-        preset, num_positions=positions, batch_size=batch, training=False, gpu="H200", find_longest=False, **options, **ATTENTION[name]
-    )
+    name, batch, positions, ms, preset = step
+    found = plan_model(preset, num_positions=positions, batch_size=batch, training=False, gpu="H200", find_longest=False, **ATTENTION[name])
     assert found.decode_seconds is not None and "tokens/s" in str(found) and "generating" in str(found)
     assert found.decode_seconds * 1e3 == pytest.approx(ms, rel=0.35)
 
@@ -173,15 +160,3 @@ def test_only_models_that_generate_have_a_rate_of_tokens() -> None:
     encoder = plan_model("gigapath-12l768d", num_positions=4096, gpu="H200", training=False, find_longest=False)
     assert encoder.decode_seconds is None and "positions/s" in str(encoder)
     assert tiny(4096, training=False, world_size=2).decode_seconds is None
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}, {"training": False}], ids=str)
-def test_a_deep_stack_is_told_from_few_of_its_blocks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def terms() -> Any:
-        models._trace.cache_clear()
-        return plan_model("longnet-tiny", num_positions=2**14, num_layers=7, drop_path=0.1, gpu="H200", find_longest=False, **options).terms
-
-    told = terms()
-    monkeypatch.setattr(models, "_BLOCKS", 7)
-    assert told == terms()
-    models._trace.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
@@ -16,10 +15,9 @@ import torch.distributed as dist
 
 import dilated_attention
 from dilated_attention.cli import main
-from dilated_attention.factory import EXAMPLES
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import DilatedPattern, GlobalLocal
-from dilated_attention.planning import find_gpu, plan_model, recommend
+from dilated_attention.planning import find_gpu, recommend
 
 DOCS = Path(__file__).parents[2]
 MACHINES = ("cpu", "V100", "A100", "H100", "H200")
@@ -74,48 +72,21 @@ def test_every_use_case_is_answered_on_every_machine(use_case: str, mesh: Any) -
             assert json.loads(json.dumps(answer.as_dict()))["code"] == answer.code
             if answer.code not in ran and use_case != "huggingface":
                 ran.add(answer.code)
-                run_small(answer.code, mesh)
+                run_on_meta(answer.code, mesh)
 
 
-def run_small(code: str, mesh: Any) -> None:
-    """Every argument of the line is accepted at its full width, without memory; with small sizes it computes something."""
-    made: list[tuple[Any, str, dict[str, Any]]] = []
+def run_on_meta(code: str, mesh: Any) -> None:
+    """Every argument of the line is accepted at its full width, without memory, of one layer."""
+    made = []
 
-    def model(preset: str, **config: Any) -> Any:
-        made.append((dilated_attention.create_model, preset, config))
-        return dilated_attention.create_model(preset, **(config | {"device": "meta", "num_layers": 1}))
+    def model(preset: str, **config: Any) -> None:
+        made.append(dilated_attention.create_model(preset, **config | {"device": "meta", "num_layers": 1}))
 
-    def attention(kind: str, **config: Any) -> Any:
-        made.append((dilated_attention.create_attention, kind, config))
-        return dilated_attention.create_attention(kind, **config, **({"device": "meta"} if "embed_dim" in config else {}))
+    def attention(kind: str, **config: Any) -> None:
+        made.append(dilated_attention.create_attention(kind, **config, **({"device": "meta"} if "embed_dim" in config else {})))
 
-    exec(code, {"create_model": model, "create_attention": attention, "mesh": mesh, "GlobalLocal": GlobalLocal})
-    ((create, name, config),) = made
-    torch.manual_seed(0)
-    if name.startswith("gigapath"):
-        encoder = create(name, **config, num_layers=1)
-        assert encoder(torch.randn(1, 50, 1536), torch.randint(0, 9, (1, 50, 2)) * 256).shape == (1, 768)
-        return
-    is_model = create is dilated_attention.create_model
-    if is_model:
-        config = {"num_heads": 32, "ffn_dim": None} | config | {"embed_dim": 1, "num_layers": 1, "vocab_size": 50}
-    if "segment_lengths" in config:
-        config |= {"segment_lengths": [min(w, 256) for w in config["segment_lengths"]]}
-        config |= {"dilation_rates": [min(r, 16) for r in config["dilation_rates"]]}
-    if "embed_dim" in config:
-        config |= {"embed_dim": config["num_heads"] * 8}
-    layer, length = create(name, **config), 96
-    whole = {"seq_len": length} if "mesh" in config or name == "ring" else {}
-    if is_model:
-        tokens = torch.randint(50, (1, length))
-        out = layer(tokens, targets=tokens, **whole)
-    elif name == "ring":
-        q = torch.randn(1, length, 2, 8, requires_grad=True)
-        out = layer(q, q, q, is_causal=True, **whole)
-    else:
-        out = layer(torch.randn(1, length, config["embed_dim"]), is_causal=True, **whole)[0]
-    out.sum().backward()
-    assert out.isfinite().all()
+    exec(code.partition(" = ")[2], {"create_model": model, "create_attention": attention, "mesh": mesh, "GlobalLocal": GlobalLocal})
+    assert len(made) == 1
 
 
 def test_lines_for_transformers_run() -> None:
@@ -146,7 +117,7 @@ def test_short_sequences_are_dense_and_long_ones_dilated() -> None:
         asked.setting("branches")
 
 
-@pytest.mark.parametrize(("length", "heads"), [(8192, 12), (10_000, 16), (2**17 + 1, 40), (2**20, 4), (3 * 10**6, 32)])
+@pytest.mark.parametrize(("length", "heads"), [(8192, 12), (2**17 + 1, 40), (2**20, 4)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_branches_grow_to_the_whole_sequence_nest_and_reach_every_position(length: int, heads: int, is_causal: bool) -> None:
     answer = recommend("training" if is_causal else "encoder", length, gpu="H200", heads=heads)
@@ -193,8 +164,6 @@ STEPS: list[tuple[dict[str, Any], bool, str, tuple[tuple[str, str], ...]]] = [
     ({"length": 2**14, "parameters": 1.3e9, "gpus": 8, "batch": 8}, True, "dilated", (("mesh", "8 × 1"),)),
     # causal dense attention is balanced by zigzag
     ({"length": 2**16, "parameters": 7e9, "gpus": 8, "attention": "dense"}, True, "ring", (("layout", '"zigzag"'),)),
-    # a sequence too short to be shared
-    ({"length": 4096, "parameters": 1.3e9, "gpus": 8}, True, "dense", (("mesh", "give at least 8 sequences"),)),
 ]
 
 
@@ -206,14 +175,6 @@ def test_steps_are_spread_so_that_they_fit(asked: dict[str, Any], fits: bool, ki
     assert answer.fits == (answer.memory <= USABLE * find_gpu("H200").memory)
     for name, text in told:
         assert answer.setting(name).value.startswith(text) or text in answer.setting(name).reason
-
-
-@pytest.mark.slow
-def test_memory_is_what_the_planner_says_of_the_model_that_is_made() -> None:
-    answer = recommend("training", 2**15, gpu="H100", parameters=1.3e8, gpus=2)
-    assert answer.setting("mesh").value.startswith("1 × 2")
-    planned = plan_model(**made_by(answer), num_positions=2**15, gpu="H100", weight_shards=2, world_size=2)
-    assert answer.memory == planned.peak and answer.fits == planned.fits
 
 
 def test_caches_decide_how_far_segments_reach() -> None:
@@ -234,11 +195,6 @@ def test_caches_decide_how_far_segments_reach() -> None:
 def test_the_machine_decides_dtype_and_backend(machine: str, dtype: str, forward: str) -> None:
     answer = recommend("training", 2**16, gpu=machine)
     assert answer.setting("dtype").value == dtype and answer.forward == forward
-    hardware = EXAMPLES["cpu" if machine == "cpu" else "hopper"]
-    if machine != "cpu":
-        hardware = dataclasses.replace(hardware, capability=find_gpu(machine).capability, name=find_gpu(machine).name)
-    explained = dilated_attention.explain_backend(hardware=hardware, dtype=getattr(torch, dtype), num_heads=16, is_causal=True, length=2048)
-    assert (answer.forward, answer.backward) == (explained.forward, explained.backward)
 
 
 def test_a_head_dim_that_kernels_refuse_is_told_of() -> None:
@@ -250,16 +206,12 @@ def test_a_head_dim_that_kernels_refuse_is_told_of() -> None:
     ("use_case", "length", "options", "said"),
     [
         ("tuning", 100, {}, "use_case"),
-        ("training", 0, {}, "length"),
         ("training", 100, {"head_dim": 300}, "head_dim is 300; expected an integer ≤ 256"),
         ("training", 100, {"parameters": 1e10}, "use 'large-training'"),
         ("large-training", 100, {}, "for more than 7,000,000,000"),
         ("short-sequences", 8192, {}, "for fewer than 8,192"),
         ("training", 100, {"users": 4}, "users given, which 'training' does not use"),
-        ("torchscale", 100, {"heads": 4}, "heads given"),
-        ("encoder", 100, {"causal": True}, "causal given"),
         ("training", 100, {"attention": "linear"}, "attention"),
-        ("training", 100, {"gpu": "H9000"}, "H9000"),
         ("training", 100, {"memory": -1.0}, "memory is -1.0"),
         ("training", 100, {"parameters": float("nan")}, "parameters is nan"),
     ],
