@@ -179,13 +179,6 @@ class LongNetStack(nn.Module):
             return cache
         return cache.begin(batch, num_tokens)
 
-    def check_whole(self) -> None:
-        """Raises a ValueError if processes share the stack's sequence, so that it has no attention map."""
-        if self.ring is not None:
-            raise ValueError(
-                "processes share this stack's sequence, and an attention map is computed by one process; load the weights without a ring"
-            )
-
     @torch.no_grad()
     def attention_map(
         self, x: torch.Tensor, *, query_rows: Any, layer: int = -1, cu_seqlens: torch.Tensor | None = None, **options: Any
@@ -225,7 +218,10 @@ class LongNetStack(nn.Module):
 
     def _inspected(self, method: str, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """Runs the blocks before a layer, and returns what a method of its attention tells of that attention's input."""
-        self.check_whole()
+        if self.ring is not None:
+            raise ValueError(
+                "processes share this stack's sequence, and an attention map is computed by one process; load the weights without a ring"
+            )
         if options.get("key_padding_mask") is not None:
             raise ValueError(
                 "key_padding_mask is given, which blocks before this one would not see; give rows alone, or packed, cu_seqlens"

@@ -126,9 +126,11 @@ def other_strand(symbols: torch.Tensor) -> torch.Tensor:
 
 
 def check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...] = _INTEGERS, way_out: str = "convert with .long()") -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
-        got = f"has dtype {x.dtype}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
-        raise TypeError(f"{name} {got}; expected an int64 or int32 tensor (…, N): {way_out}")
+    expected = f"an int64 or int32 tensor of integers (…, N): {way_out}"
+    if not isinstance(x, torch.Tensor):
+        raise not_a_tensor(name, x, expected)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected {expected}")
 
 
 def _check_bases(symbols: Any, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -229,10 +231,7 @@ def following_codes(codes: torch.Tensor, symbols: torch.Tensor, k: int) -> torch
 
 
 def check_tokens(name: str, tokens: Any) -> None:
-    if not isinstance(tokens, torch.Tensor):
-        raise not_a_tensor(name, tokens, "an integer tensor of shape (batch, sequence)")
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
+    check_integers(name, tokens, _INTEGERS[:2])
     if tokens.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
 
