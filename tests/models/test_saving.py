@@ -186,7 +186,6 @@ def test_a_configuration_beside_the_weights_counts_where_they_have_none(tmp_path
 
 
 CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
-    "empty": (b"", "is not JSON"),
     "not UTF-8": (b"\xff\xfe\x00", "can't decode byte"),
     "deep": (b"[" * 10_000 + b"]" * 10_000, "recursion"),
     "cut off": (b'{"embed_dim": 8, "num', "is not JSON"),
@@ -195,9 +194,7 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "twice": (b'{"embed_dim": 8, "num_layers": 2, "embed_dim": 8}', "a key of embed_dim, num_layers occurs twice"),
     "unknown key": ({"colour": "red"}, "unknown keys colour"),
     "a string": ({"embed_dim": "8"}, "embed_dim"),
-    "null": ({"num_layers": None}, "num_layers"),
     "beyond float": ({"rotary_base": 10**400}, "rotary_base|too large"),
-    "a size beyond torch's": ({"vocab_size": 10**30}, "vocab_size"),
     "a deep pattern": ({"attention": "block_sparse", "rotary_base": 10000.0, "block_pattern": "[" * 10_000}, "BlockPattern"),
     "a living pattern": ({"attention": "block_sparse", "block_pattern": '"object:1"'}, "names a function or a tensor"),
 }
