@@ -90,14 +90,12 @@ class ModelConfig:
         missing = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING and x.name not in values]
         if missing:
             raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
-        by_layer = values.get("attention")
-        for entry in (values, *(by_layer if isinstance(by_layer, list) else ())):
-            pattern = entry.get("block_pattern") if isinstance(entry, dict) else None
-            if isinstance(pattern, str) and OBJECT in pattern:
-                # in this process another pattern may have that name
-                raise ValueError(
-                    f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
-                )
+        if f'"{OBJECT}' in str(values):
+            # in this process another pattern may have that name
+            raise ValueError(
+                f"configuration has a block_pattern with {OBJECT!r}, which names a function or a tensor of one process; expected a pattern "
+                "of numbers"
+            )
         return cls(**values)
 
     def to_json(self) -> str:

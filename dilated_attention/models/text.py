@@ -3,7 +3,6 @@ type and shape, and of values if reading them does not make the host wait."""
 
 from __future__ import annotations
 
-import functools
 import gzip
 import warnings
 import zlib
@@ -54,7 +53,10 @@ class Vocabulary:
         return self._encode(raw)
 
     def _encode(self, raw: bytes) -> torch.Tensor:
-        raw = raw.translate(_tokens_of(self.letters), _WHITESPACE if self.unit == "base" else b"")
+        # a letter's own number, else that of the letter in upper case, else the last one
+        numbers = {letter: number for number, letter in enumerate(self.letters)}
+        table = bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(self) - 1)) for x in range(256))
+        raw = raw.translate(table, _WHITESPACE if self.unit == "base" else b"")
         # torch refuses an empty buffer
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.int64)
 
@@ -72,13 +74,6 @@ class Vocabulary:
     def decode(self, tokens: torch.Tensor) -> str:
         """Returns the text of tokens (N,); bytes that are not UTF-8 become U+FFFD. Raises like ``decode_bytes``."""
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
-
-
-@functools.cache
-def _tokens_of(letters: bytes) -> bytes:
-    """The token of each of the 256 characters: a letter's own, else that of the letter in upper case, else the last one."""
-    numbers = {letter: number for number, letter in enumerate(letters)}
-    return bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(letters) - 1)) for x in range(256))
 
 
 BYTES = Vocabulary("byte", bytes(range(256)))

@@ -153,7 +153,7 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
     # the last one is the mixed one; patterns are written as their specs
     assert values["attention"][0]["block_pattern"] == LocalWindow((11, 11)).spec() and hash(config) == hash(LongNetConfig.from_dict(values))
     with pytest.raises(ValueError, match="names a function or a tensor of one process"):
-        LongNetConfig.from_dict({**values, "attention": [{"attention": "block_sparse", "block_pattern": OBJECT}]})
+        LongNetConfig.from_dict({**values, "attention": [{"attention": "block_sparse", "block_pattern": f'"{OBJECT}1"'}]})
     with pytest.raises(ValueError, match="unknown keys segment_length"):
         LongNetConfig.from_dict({**values, "segment_length": [1]})
     with pytest.raises(ValueError, match="configuration has no embed_dim, num_layers; LongNetConfig needs it"):
@@ -161,7 +161,7 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"configuration is \[1\] \(list\)"):
         LongNetConfig.from_dict([1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"block_pattern is .* cannot be written to a file"):
-        LongNetConfig(**SHAPE, attention="block_sparse", block_pattern=MaskFunction(lambda b, h, i, j: i >= j)).to_dict()
+        LongNetConfig(**SHAPE, attention="block_sparse", block_pattern=MaskFunction(lambda b, h, i, j: i >= j) | LocalWindow(3)).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -229,14 +229,11 @@ def test_drop_path_drops_whole_samples_and_documents_and_keeps_the_mean() -> Non
     assert set(dropped.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
     assert (dropped == dropped[:, :1, :1]).all()
     assert abs(dropped.mean().item() - 1) < 0.05
-    bounds = torch.tensor([0, 3, 3, 10, 50], dtype=torch.int32)
-    seen = set()
-    for _ in range(200):
-        packed = drop(torch.ones(1, 50, 2), bounds)[0, :, 0]
-        parts = [packed[a:b] for a, b in zip(bounds.tolist(), bounds.tolist()[1:], strict=False) if b > a]
-        assert all((part == part[0]).all() for part in parts)
-        seen.add(tuple(part[0].item() > 0 for part in parts))
-    assert len(seen) == 8
+    # some have no rows
+    sizes = torch.arange(100) % 4
+    packed = drop(torch.ones(1, 150, 2), F.pad(sizes.cumsum(0), (1, 0)).int())[0, :, 0]
+    parts = [set(part.tolist()) for part in packed.split(sizes.tolist()) if len(part)]
+    assert all(len(part) == 1 for part in parts) and len(set.union(*parts)) == 2
     drop.eval()
     assert torch.equal(drop(torch.ones(2, 2, 2)), torch.ones(2, 2, 2))
     rates = [block.drop_path.p for block in LongNetDecoder(config_of(num_layers=5, drop_path=0.4)).blocks]

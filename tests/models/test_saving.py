@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import stat
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -118,24 +116,10 @@ def test_what_may_not_be_read_or_written_is_a_permission_error_with_its_file(tmp
     assert version_of(tmp_path) == 1
 
 
-def test_a_model_that_others_save_is_loaded_whole_also_after_a_kill(tmp_path: Path) -> None:
+def test_a_loaded_model_is_saved_over_the_file_that_its_weights_are_a_view_of(tmp_path: Path) -> None:
     model(1).save_pretrained(tmp_path)
-    loaded, children = LongNetLM.from_pretrained(tmp_path), []
-    for version in (2, 3):
-        child = os.fork()
-        if child == 0:
-            while True:
-                model(version).save_pretrained(tmp_path)
-        children.append(child)
-    try:
-        assert {version_of(tmp_path) for _ in range(60)} <= {1, 2, 3}
-    finally:
-        for child in children:
-            time.sleep(0.01)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    assert version_of(tmp_path) in (1, 2, 3)
-    # its weights are a view of the first file
+    loaded = LongNetLM.from_pretrained(tmp_path)
+    model(2).save_pretrained(tmp_path)
     loaded.save_pretrained(tmp_path)
     assert version_of(tmp_path) == 1
 
