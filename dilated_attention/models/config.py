@@ -74,7 +74,8 @@ class ModelConfig:
             ValueError: if a pattern holds a Python function or a tensor, which cannot be written to a file.
         """
         assert is_dataclass(self)
-        return {field.name: _plain(field.name, getattr(self, field.name)) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(json.loads(json.dumps(values, default=_plain)))
 
     @classmethod
     def from_dict(cls: type[ConfigT], values: dict[str, Any]) -> ConfigT:
@@ -89,14 +90,12 @@ class ModelConfig:
         missing = [x.name for x in fields(cls) if x.default is MISSING and x.default_factory is MISSING and x.name not in values]
         if missing:
             raise ValueError(f"configuration has no {', '.join(missing)}; {cls.__name__} needs it, and to_dict() writes it")
-        by_layer = values.get("attention")
-        for entry in (values, *(by_layer if isinstance(by_layer, list) else ())):
-            pattern = entry.get("block_pattern") if isinstance(entry, dict) else None
-            if isinstance(pattern, str) and OBJECT in pattern:
-                # in this process another pattern may have that name
-                raise ValueError(
-                    f"block_pattern is {pattern[:200]!r}, which names a function or a tensor of one process; expected a pattern of numbers"
-                )
+        if f'"{OBJECT}' in str(values):
+            # in this process another pattern may have that name
+            raise ValueError(
+                f"configuration has a block_pattern with {OBJECT!r}, which names a function or a tensor of one process; expected a pattern "
+                "of numbers"
+            )
         return cls(**values)
 
     def to_json(self) -> str:
@@ -124,20 +123,15 @@ class ModelConfig:
         return cls.from_json(Path(path).read_bytes(), str(path))
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(value: ModelConfig | BlockPattern) -> Any:
+    """Returns what JSON writes of a value that it does not know."""
     if isinstance(value, ModelConfig):
         return value.to_dict()
-    if isinstance(value, BlockPattern):
-        if value.holds_objects:
-            raise ValueError(
-                f"{name} is {value!r}, which holds a function or a tensor and cannot be written to a file; use a pattern of numbers"
-            )
-        return value.spec()
-    if isinstance(value, tuple):
-        return [_plain(name, x) for x in value]
-    if isinstance(value, dict):
-        return {key: _plain(f"{name}'s {key}", x) for key, x in value.items()}
-    return value
+    if value.lives_here:
+        raise ValueError(
+            f"block_pattern is {value!r}, which holds a function or a tensor and cannot be written to a file; use a pattern of numbers"
+        )
+    return value.spec()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,7 +165,11 @@ def evaluate(
         windows=len(windows),
         positions=sum(window.end - window.first for _, window in windows),
         seconds=seconds,
-        by_position=tuple(_buckets(sums.tolist(), context)) if config.is_causal else (),
+        by_position=tuple(
+            Bucket(least=2**power, most=min(2 ** (power + 1) - 1, context), bits=nats / count / math.log(2), targets=round(count))
+            for power, (nats, count) in enumerate(sums.T.tolist())
+            if count and config.is_causal
+        ),
     )
 
 
@@ -177,10 +181,3 @@ def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterato
         first = max(0, scored_end - 1 - context if is_causal else min((scored + scored_end - context) // 2, length - context))
         yield _Window(first, scored_end - 1 if is_causal else min(first + context, length), scored, scored_end)
         scored, step = scored_end, stride
-
-
-def _buckets(sums: list[list[float]], context: int) -> Iterator[Bucket]:
-    for power, (nats, count) in enumerate(zip(*sums, strict=True)):
-        if count:
-            most = min(2 ** (power + 1) - 1, context)
-            yield Bucket(least=2**power, most=most, bits=nats / count / math.log(2), targets=round(count))

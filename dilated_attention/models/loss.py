@@ -28,9 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.group import group_name_of, members_named
 from dilated_attention.functional.arguments import place_in
-from dilated_attention.models.text import check_range
+from dilated_attention.models.text import check_integers, check_range
 from dilated_attention.pattern.checks import as_int, shown
-from dilated_attention.validation import not_a_tensor
 
 # bytes of one chunk's logits in float32; up to three such tensors exist at once (logits, their softmax, its gradient)
 CHUNK_BYTES = 64 * 2**20
@@ -67,10 +66,7 @@ def sharded_cross_entropy(
         TypeError: if targets are not integers.
         ValueError: if the numbers of targets and positions differ, or targets on the CPU are out of range.
     """
-    if not isinstance(targets, torch.Tensor):
-        raise not_a_tensor("targets", targets, "an integer tensor")
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
-        raise TypeError(f"targets has dtype {targets.dtype}; expected integers, the token of each position: convert with .long()")
+    check_integers("targets", targets)
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if not isinstance(tensor, torch.Tensor) or tensor.ndim < 1:
             raise TypeError(f"{name} is {shown(tensor)} ({type(tensor).__name__}); expected a tensor whose last dimension is the width")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -133,6 +133,7 @@ class LongNetStack(nn.Module):
         elif seq_len is None:
             seq_len = self.ring.whole_length(x.shape[1])
         states, recomputes = [x], self.checkpoint_activations and torch.is_grad_enabled()
+        blocks: Any = self.blocks
         if cu_seqlens is not None and (recomputes or torch.compiler.is_compiling()):
             # recomputed blocks and compiled code read the bounds again in the backward, when the caller may have filled them anew
             cu_seqlens = own_bounds(cu_seqlens, eager=is_eager([x, cu_seqlens]), on_host=False)
@@ -141,14 +142,14 @@ class LongNetStack(nn.Module):
             if kind not in self._started:
                 self._started.add(kind)
                 # the first block has no stochastic depth
-                for block in (self.blocks[0], self.blocks[-1]):
+                for block in (blocks[0], blocks[-1]):
                     if is_lean(block, Block):
-                        cast(Block, block).compile_ahead(x)
-        for block in self.blocks:
+                        block.compile_ahead(x)
+        for block in blocks:
             if cache_pass is not None:
                 x = block(x, cache=cache_pass)
             elif recomputes:
-                x = cast(torch.Tensor, checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False))
+                x = checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False)
             else:
                 x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
             if all_layers:
@@ -178,13 +179,6 @@ class LongNetStack(nn.Module):
             cache.check()
             return cache
         return cache.begin(batch, num_tokens)
-
-    def check_whole(self) -> None:
-        """Raises a ValueError if processes share the stack's sequence, so that it has no attention map."""
-        if self.ring is not None:
-            raise ValueError(
-                "processes share this stack's sequence, and an attention map is computed by one process; load the weights without a ring"
-            )
 
     @torch.no_grad()
     def attention_map(
@@ -225,7 +219,10 @@ class LongNetStack(nn.Module):
 
     def _inspected(self, method: str, layer: int, x: torch.Tensor, cu_seqlens: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """Runs the blocks before a layer, and returns what a method of its attention tells of that attention's input."""
-        self.check_whole()
+        if self.ring is not None:
+            raise ValueError(
+                "processes share this stack's sequence, and an attention map is computed by one process; load the weights without a ring"
+            )
         if options.get("key_padding_mask") is not None:
             raise ValueError(
                 "key_padding_mask is given, which blocks before this one would not see; give rows alone, or packed, cu_seqlens"

@@ -3,7 +3,6 @@ type and shape, and of values if reading them does not make the host wait."""
 
 from __future__ import annotations
 
-import functools
 import gzip
 import warnings
 import zlib
@@ -54,7 +53,10 @@ class Vocabulary:
         return self._encode(raw)
 
     def _encode(self, raw: bytes) -> torch.Tensor:
-        raw = raw.translate(_tokens_of(self.letters), _WHITESPACE if self.unit == "base" else b"")
+        # a letter's own number, else that of the letter in upper case, else the last one
+        numbers = {letter: number for number, letter in enumerate(self.letters)}
+        table = bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(self) - 1)) for x in range(256))
+        raw = raw.translate(table, _WHITESPACE if self.unit == "base" else b"")
         # torch refuses an empty buffer
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.int64)
 
@@ -72,13 +74,6 @@ class Vocabulary:
     def decode(self, tokens: torch.Tensor) -> str:
         """Returns the text of tokens (N,); bytes that are not UTF-8 become U+FFFD. Raises like ``decode_bytes``."""
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
-
-
-@functools.cache
-def _tokens_of(letters: bytes) -> bytes:
-    """The token of each of the 256 characters: a letter's own, else that of the letter in upper case, else the last one."""
-    numbers = {letter: number for number, letter in enumerate(letters)}
-    return bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(letters) - 1)) for x in range(256))
 
 
 BYTES = Vocabulary("byte", bytes(range(256)))
@@ -126,9 +121,11 @@ def other_strand(symbols: torch.Tensor) -> torch.Tensor:
 
 
 def check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...] = _INTEGERS, way_out: str = "convert with .long()") -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
-        got = f"has dtype {x.dtype}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
-        raise TypeError(f"{name} {got}; expected an int64 or int32 tensor (…, N): {way_out}")
+    expected = f"an int64 or int32 tensor of integers (…, N): {way_out}"
+    if not isinstance(x, torch.Tensor):
+        raise not_a_tensor(name, x, expected)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected {expected}")
 
 
 def _check_bases(symbols: Any, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -229,10 +226,7 @@ def following_codes(codes: torch.Tensor, symbols: torch.Tensor, k: int) -> torch
 
 
 def check_tokens(name: str, tokens: Any) -> None:
-    if not isinstance(tokens, torch.Tensor):
-        raise not_a_tensor(name, tokens, "an integer tensor of shape (batch, sequence)")
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name} has dtype {tokens.dtype}; expected torch.int64 or int32: convert with .long()")
+    check_integers(name, tokens, _INTEGERS[:2])
     if tokens.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
 

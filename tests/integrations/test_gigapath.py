@@ -28,12 +28,15 @@ def weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Maker, str
 @pytest.mark.parametrize("global_pool", [False, True])
 def test_it_answers_as_the_original(weights: tuple[Maker, str], global_pool: bool) -> None:
     maker, file = weights
-    model = gigapath.create_model(file, SMALL, 20, slide_ngrids=12, global_pool=global_pool)
+    model = gigapath.create_model(file, SMALL, 20, slide_ngrids=12, max_wsi_size=250_000, global_pool=global_pool)
+    config = model.config.encoder
+    assert config.segment_lengths == segment_lengths_of(250_000)
+    assert (config.head_offsets, config.tail, config.mixture_grad) == ("blocked", "zero_keys", "detached")
     # as the original: whoever does not train it says so
     assert model.training and model.dropout.p == 0.25
     tiles, coords = torch.randn(2, 43, 20), torch.rand(2, 43, 2) * 12 * 256
     exact = {name: x.double() for name, x in maker.weights.items()}
-    shape = Shape(16, segment_lengths_of(), (1, 2, 4, 8, 16))
+    shape = Shape(16, config.segment_lengths, (1, 2, 4, 8, 16))
     true = reference.slide_encoder(exact, tiles.double(), coords.double(), shape, grid=12, global_pool=global_pool)
     model.eval()
     (vectors,), states = model(tiles, coords), model(tiles, coords, all_layer_embed=True)

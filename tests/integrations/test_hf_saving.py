@@ -18,8 +18,6 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     PATTERN,
     RATES,
     RELEASE,
-    masking,
-    modeling,
     registered,
 )
 
@@ -104,12 +102,6 @@ def test_a_later_call_adds_to_what_was_said(tmp_path: Path) -> None:
     assert model.config.dilated_attention == {"segment_lengths": LENGTHS, "dilation_rates": RATES, "tail": "mask"}
 
 
-def test_a_model_that_is_not_ours_is_saved_as_before(tmp_path: Path) -> None:
-    llama("eager").save_pretrained(tmp_path)
-    assert not {"attn_implementation", "dilated_attention"} & set(json.loads((tmp_path / "config.json").read_text()))
-    assert load(tmp_path).config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize("names", ["dilated", {"": "dilated", "text_config": "sdpa"}, {"text_config": "dilated"}])
 def test_configs_within_a_config_keep_theirs(names: Any, tmp_path: Path) -> None:
     vision = {name: DECODER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
@@ -162,15 +154,3 @@ def test_an_adapter_is_trained_and_loaded_on_a_base_model_of_its_attention(tmp_p
     configure(merged)
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(load(tmp_path / "merged")(IDS).logits, expected[0], atol=1e-5, rtol=0)
-
-
-def test_a_process_that_has_registered_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama("dilated")
-    configure(model, segment_lengths=LENGTHS, dilation_rates=RATES, pattern=PATTERN)
-    model.save_pretrained(tmp_path)
-    for table in (modeling.AttentionInterface, masking.AttentionMaskInterface):
-        monkeypatch.setattr(table, "_global_mapping", {name: x for name, x in table._global_mapping.items() if name != "dilated"})
-    with pytest.raises(ValueError, match='Specified `attn_implementation="dilated"` is not supported'):
-        load(tmp_path)
-    register()
-    assert load(tmp_path).config._attn_implementation == "dilated"

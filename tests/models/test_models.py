@@ -153,7 +153,7 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
     # the last one is the mixed one; patterns are written as their specs
     assert values["attention"][0]["block_pattern"] == LocalWindow((11, 11)).spec() and hash(config) == hash(LongNetConfig.from_dict(values))
     with pytest.raises(ValueError, match="names a function or a tensor of one process"):
-        LongNetConfig.from_dict({**values, "attention": [{"attention": "block_sparse", "block_pattern": OBJECT}]})
+        LongNetConfig.from_dict({**values, "attention": [{"attention": "block_sparse", "block_pattern": f'"{OBJECT}1"'}]})
     with pytest.raises(ValueError, match="unknown keys segment_length"):
         LongNetConfig.from_dict({**values, "segment_length": [1]})
     with pytest.raises(ValueError, match="configuration has no embed_dim, num_layers; LongNetConfig needs it"):
@@ -161,7 +161,7 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"configuration is \[1\] \(list\)"):
         LongNetConfig.from_dict([1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"block_pattern is .* cannot be written to a file"):
-        LongNetConfig(**SHAPE, attention="block_sparse", block_pattern=MaskFunction(lambda b, h, i, j: i >= j)).to_dict()
+        LongNetConfig(**SHAPE, attention="block_sparse", block_pattern=MaskFunction(lambda b, h, i, j: i >= j) | LocalWindow(3)).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,7 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
             "block_pattern is .* and attention is 'dilated', which has none; .* use attention='block_sparse'",
         ),
         ({"attention": "ring_block_sparse", **NO_BRANCHES}, "block_pattern is None"),
-        ({"attention": "dense", **NO_BRANCHES, "tail": "zero_keys"}, "tail is 'zero_keys'"),
         ({"attention": [], **NO_BRANCHES}, "attention has 0 entries and num_layers is 2; expected 1 to 2, which layers take in turn"),
-        ({"attention": [{}] * 3, **NO_BRANCHES}, "attention has 3 entries and num_layers is 2"),
         ({"attention": [DILATED, DILATED]}, "segment_lengths is .* which has none; leave it out"),
         ({"attention": [DILATED, {"attention": "sparse"}], **NO_BRANCHES}, r"attention\[1\]\['attention'\] is 'sparse'; expected"),
         ({"attention": [DILATED, {}], **NO_BRANCHES}, r"attention\[1\]: attention is 'dilated' and segment_lengths is empty"),
@@ -187,18 +185,14 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
         ),
         ({"attention": [{"attention": "dense", "tail": "zero_keys"}], **NO_BRANCHES}, r"attention\[0\]: tail is 'zero_keys' and attention"),
         ({"norm": "batch_norm"}, "norm is 'batch_norm'"),
-        ({"ffn": "tanh"}, "ffn is 'tanh'"),
-        ({"positions": "alibi"}, "positions is 'alibi'"),
         ({"bias": 1}, "bias"),
         ({"drop_path": 1.5}, "drop_path is 1.5"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"embed_dim": 18, "positions": "none"}, "embed_dim is 18 and num_heads is 4"),
         ({"num_kv_heads": 3}, "num_kv_heads is 3"),
         ({"dilation_rates": (1, 33)}, "dilation_rates"),
         ({"rotary_base": float("nan")}, "rotary_base is nan"),
         ({"positions": "none", "rotary_base": 500.0}, "rotary_base is 500.0 and positions is 'none'.* use positions='rotary' or 'xpos'"),
-        ({"positions": "none", "xpos_scale_base": 50.0}, "xpos_scale_base is 50.0 and positions is 'none'"),
         ({"xpos_scale_base": 50.0}, "positions is 'rotary', which has none; leave it out, or use positions='xpos'"),
     ],
 )
@@ -207,18 +201,11 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], text
         config_of(**changes)
 
 
-def test_layers_that_differ_have_a_pattern_each() -> None:
-    config = LongNetConfig(**SHAPE | KINDS["mixed"])
-    window, dilated = config.patterns
-    assert [layer.pattern for layer in config.layers] == [window, dilated, window] and config.kind == "mixed"
-    assert [block.attention.attention.pattern for block in LongNetLM(config).decoder.blocks] == [window, dilated, window]
+def test_what_a_model_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has no one pattern; ask config\.layers\[i\]\.pattern"):
-        _ = config.pattern
+        _ = LongNetConfig(**SHAPE | KINDS["mixed"]).pattern
     with pytest.raises(TypeError, match=r"attention\[0\] is 'dense' \(str\); expected a dict such as"):
         config_of(attention=["dense"], **NO_BRANCHES)
-
-
-def test_what_a_model_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="is_causal is True; LongNetEncoder needs False: set it, or use LongNetDecoder"):
         LongNetEncoder(config_of())
     with pytest.raises(ValueError, match="LongNetLM needs the number of its tokens"):
@@ -242,14 +229,11 @@ def test_drop_path_drops_whole_samples_and_documents_and_keeps_the_mean() -> Non
     assert set(dropped.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
     assert (dropped == dropped[:, :1, :1]).all()
     assert abs(dropped.mean().item() - 1) < 0.05
-    bounds = torch.tensor([0, 3, 3, 10, 50], dtype=torch.int32)
-    seen = set()
-    for _ in range(200):
-        packed = drop(torch.ones(1, 50, 2), bounds)[0, :, 0]
-        parts = [packed[a:b] for a, b in zip(bounds.tolist(), bounds.tolist()[1:], strict=False) if b > a]
-        assert all((part == part[0]).all() for part in parts)
-        seen.add(tuple(part[0].item() > 0 for part in parts))
-    assert len(seen) == 8
+    # some have no rows
+    sizes = torch.arange(100) % 4
+    packed = drop(torch.ones(1, 150, 2), F.pad(sizes.cumsum(0), (1, 0)).int())[0, :, 0]
+    parts = [set(part.tolist()) for part in packed.split(sizes.tolist()) if len(part)]
+    assert all(len(part) == 1 for part in parts) and len(set.union(*parts)) == 2
     drop.eval()
     assert torch.equal(drop(torch.ones(2, 2, 2)), torch.ones(2, 2, 2))
     rates = [block.drop_path.p for block in LongNetDecoder(config_of(num_layers=5, drop_path=0.4)).blocks]

@@ -9,23 +9,20 @@ import pytest
 import torch
 
 from dilated_attention.models import KVCache, LongNetConfig, LongNetEncoder, LongNetLM, evaluate, generate_stream
-from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, TopBlocks
+from dilated_attention.pattern import BigBird, GlobalLocal, TopBlocks
+from tests.models.test_models import DILATED, SHAPE
+from tests.models.test_models import KINDS as PLAIN
 
-SHAPE: dict[str, Any] = {"vocab_size": 17, "embed_dim": 16, "num_layers": 2, "num_heads": 4}
-DILATED: dict[str, Any] = {"segment_lengths": (8, 32), "dilation_rates": (1, 4)}
-WINDOW = {"attention": "block_sparse", "block_pattern": LocalWindow((11, 11), block_size=64)}
 KINDS: dict[str, dict[str, Any]] = {
-    "dilated": DILATED,
+    # dilated, dense, a window, and layers that differ
+    **PLAIN,
     "blocked offsets": {**DILATED, "head_offsets": "blocked", "mixture_grad": "detached", "num_kv_heads": 2},
     "zero keys": {**DILATED, "tail": "zero_keys", "is_causal": False},
     "xpos": {**DILATED, "positions": "xpos", "xpos_scale_base": 64.0},
     "no positions": {**DILATED, "positions": "none"},
-    "dense": {"attention": "dense"},
-    "window": WINDOW,
     "global": {"attention": "block_sparse", "block_pattern": GlobalLocal((8, 8), 4, block_size=64)},
     "big bird": {"attention": "block_sparse", "block_pattern": BigBird(64, 64, 1, block_size=64)},
     "top blocks": {"attention": "block_sparse", "block_pattern": TopBlocks(2, block_size=64)},
-    "mixed": {"num_layers": 3, "attention": (WINDOW, {"attention": "dilated", **DILATED}, {"attention": "dense"})},
     # on one process
     "ring": {"attention": "ring_dilated", **DILATED},
 }
@@ -80,7 +77,7 @@ def test_an_encoder_takes_padding_that_is_not_finite(changes: dict[str, Any]) ->
     assert torch.equal(torch.compile(encoder, backend="eager")(x, attention_mask=mask), y)
 
 
-CONTINUED = [("dilated", "left"), ("xpos", "right"), ("dense", "between"), ("window", "left"), ("mixed", "right")]
+CONTINUED = [("dilated", "left"), ("xpos", "right"), ("dense", "between"), ("block_sparse", "left"), ("mixed", "right")]
 
 
 @pytest.mark.parametrize(("name", "side"), CONTINUED)

@@ -160,7 +160,6 @@ class SlideEncoder(ImageModel):
         >>> rows = model.attention_map(tiles, coords, query_rows=[0, 17])
         >>> rows.shape  # class token and 17th tile: (B, H, 2, 1 + L)
         """
-        self.encoder.check_whole()
         x, bounds, options = self._begin(tiles, coords, cu_seqlens)
         rows = query_rows if cu_seqlens is None else rows_of_slides(query_rows, bounds)
         maps = self.encoder.attention_map(x, query_rows=rows, layer=layer, average_heads=average_heads, chunk=chunk, **options)
@@ -205,7 +204,6 @@ class SlideEncoder(ImageModel):
         if not self.config.global_pool:
             found = self.attention_map(tiles, coords, layer=layer, cu_seqlens=cu_seqlens, average_heads=average_heads)
             return found[..., 0, 1:] if cu_seqlens is None else [weights[..., 0, 1:] for weights in found]
-        self.encoder.check_whole()
         x, bounds, options = self._begin(tiles, coords, cu_seqlens)
         shares, slides = torch.zeros(x.shape[:2], device=x.device), list(itertools.pairwise(bounds))
         for start, end in slides:
