@@ -31,6 +31,7 @@ from tests.helpers.scripts import needs_pins
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
     PINNED,
     RELEASE,
+    gemma2,
     gpt_oss,
     llama,
     registered,
@@ -45,7 +46,7 @@ pytestmark = [
     pytest.mark.skipif(RELEASE < PINNED, reason="context_parallel refuses older releases of transformers"),
 ]
 
-MODELS = {"llama": llama, "gpt_oss": gpt_oss, "one layer": functools.partial(llama, num_hidden_layers=1)}
+MODELS = {"llama": llama, "gpt_oss": gpt_oss, "gemma2": gemma2, "one layer": functools.partial(llama, num_hidden_layers=1)}
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "max_steps": 3,
@@ -198,6 +199,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
     "packed documents, a mask of ones in the shared batches": {"size": 2, "kind": "packed", "has_ones": True},
     "windows and sinks": {"size": 2, "world": 4, "model": "gpt_oss", "rounding": 1e-6},
+    "softcap": {"size": 2, "model": "gemma2", "rounding": 2e-5},
     "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},
     "checkpoints": {
         "size": 2,
@@ -329,24 +331,34 @@ def test_a_loop_with_accelerate_and_lora_takes_the_steps_of_the_data_parallel_pr
 # ---- the page
 
 
-def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    code = re.findall(r"```python\n(.*?)```", page, flags=re.S)[1]
-    # in which the page keeps its model
-    monkeypatch.chdir(tmp_path)
-    with launched(0, 1):
+def page_runs(rank: int, world: int, code: str, folder: str) -> dict[str, torch.Tensor]:
+    before = os.getcwd()
+    # in which the page keeps its model; the process goes on to other tests
+    with launched(rank, world), contextlib.ExitStack() as after:
+        os.chdir(folder)
+        after.callback(os.chdir, before)
+        args = transformers.TrainingArguments(output_dir=folder, per_device_train_batch_size=1, **ARGUMENTS)
         other = llama()
         names: dict[str, Any] = {
             "Accelerator": functools.partial(accelerate.Accelerator, cpu=True),
             "Trainer": transformers.Trainer,
-            "args": transformers.TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=1, **ARGUMENTS),
+            "args": args,
             "loader": DataLoader([{"input_ids": row, "labels": row} for row in tokens(6, 31)]),
             "model": llama(),
             "optimizer": torch.optim.SGD(other.parameters(), lr=0.5),
             "other": other,
             "train_dataset": Texts(12, 49),
         }
-        exec(compile(code.replace("size=4", "size=1"), "docs/huggingface.md", "exec"), names)
+        exec(compile(code.replace("size=4", f"size={world}"), "docs/huggingface.md", "exec"), names)
+        return dict(names["model"].state_dict())
+
+
+def test_code_of_the_page_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.S)[1]
+    expected = trained(0, 1, str(tmp_path / "alone"), {})["weights"]
+    for found in pool_of(2).run(page_runs, code, str(tmp_path), timeout=120):
+        assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < TOLERANCE
     assert (tmp_path / "runs" / "tuned" / "model.safetensors").exists()
 
 
@@ -452,6 +464,13 @@ INPUTS = {
     "an image": ({"pixel_values": torch.ones(2, 3, 8, 8)}, r"pixel_values has shape \(2, 3, 8, 8\)"),
     "a router's loss": ({"output_router_logits": True}, "the router's loss is no sum over positions"),
     "tuples": ({"return_dict": False}, "return_dict is False"),
+    "rows of documents": ({"position_ids": torch.arange(50)[None].expand(2, -1) % 10}, "packed documents are one row"),
+    "rows of documents beside a mask": (
+        {"position_ids": torch.arange(50)[None].expand(2, -1) % 10, "attention_mask": torch.ones(2, 50)},
+        "packed documents are one row",
+    ),
+    "numbers of documents": ({"attention_mask": torch.arange(50)[None].expand(2, -1) // 10 + 1}, "other numbers than 0 and 1"),
+    "other bounds": ({"cu_seq_lens_q": torch.tensor([0, 50])}, "expected equal bounds"),
 }
 
 
@@ -502,6 +521,7 @@ TRAINERS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         {},
         "label_smoothing_factor is set: its loss reads the logits of a whole sequence; expected",
     ),
+    (transformers.Trainer, {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha is set: its noise"),
     (transformers.Trainer, {"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches is True"),
     (Penalised, {}, {}, OWN_LOSS),
     (transformers.Trainer, {}, {"compute_loss": functools.partial(Penalised.compute_loss, None)}, OWN_LOSS),

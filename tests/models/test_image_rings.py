@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dilated_attention import local_positions, shard_sequence
+from dilated_attention import create_model, local_positions, shard_sequence
 from dilated_attention.distributed import RingError
 from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
@@ -121,14 +121,13 @@ def packed_slides_are_those_of_one_process(rank: int, world: int, layout: str) -
 def images_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
     # the learned grid, another one, and fewer patches than processes need
     sizes = ((24, 24), (20, 28), (4, 4))
-    mesh = dist.init_device_mesh("cpu", (world,))
     # each pooling with each size in one layout or another
     for index, pooling in enumerate(POOLINGS):
         height, width = sizes[(index + LAYOUTS.index(layout)) % 3]
         what = f"rank {rank}, {layout}, {pooling}, {height} × {width}"
         config = vision_config(pooling=pooling, num_classes=None if pooling == "none" else 3)
         alone = model_of(LongViT, config)
-        spread = model_of(LongViT, config, mesh=mesh, layout=layout)
+        spread = model_of(LongViT, config, group=dist.group.WORLD, layout=layout)
         for model in (alone, spread):
             if model.head is not None:
                 with torch.no_grad():
@@ -146,6 +145,23 @@ def images_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
         torch.testing.assert_close(loss, expected.square().mean(), atol=1e-10, rtol=1e-10)
         loss.backward()
         check_gradients(alone, spread, what)
+
+
+def presets_take_a_mesh(rank: int, world: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    options: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "exchange": "all_gather", "ranks_per_node": 1, "timeout": 20.0}
+    changes = {"embed_dim": 16, "num_layers": 2, "num_heads": 4, "dtype": F64}
+    whole, images = slide(45), images_of(32, 224)
+    # 7 patches are fewer than a segment, over a grid that positions are interpolated for
+    for name, more, shard, inputs in (
+        ("gigapath-12l768d", {"in_dim": 6, "grid_size": 20}, shard_sequence(mesh, whole, [1, 1], layout="zigzag"), whole),
+        ("longvit-1024", {}, (images,), (images,)),
+    ):
+        models = []
+        for where in ({}, options):
+            torch.manual_seed(0)
+            models.append(create_model(name, **changes, **more, **where).eval())
+        torch.testing.assert_close(models[1](*shard), models[0](*inputs), atol=1e-10, rtol=1e-10)
 
 
 def drop_path_is_the_first_processs(rank: int, world: int) -> None:
@@ -176,6 +192,7 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
     # images of unequal size: refused on all, at the first call of a kind on a group
     view = model_of(LongViT, vision_config(), group=dist.new_group(), timeout=20.0)
     pooled = model_of(SlideEncoder, slide_config(global_pool=True), group=group)
+    mesh = dist.init_device_mesh("cpu", (world,))
     # every process raises, none waits
     for call, text in (
         (lambda: spread(*slide(12 if rank else 11)), f"a contiguous sequence of {12 * world - 1} has .*: cut it by shard_sequence"),
@@ -190,7 +207,15 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
         (lambda: spread.attention_map(*shard), "computed by one process; load the weights without a ring"),
         (lambda: spread.features(*shard), "vectors of tiles are given by one; load the weights without group and mesh"),
         (lambda: view(images_of(24, 24 + 4 * rank)), "ranks disagree on seq_len: rank 0 has 36, rank 1 has 42"),
-        (lambda: model_of(LongViT, vision_config(), group=group, layout="stripes"), "layout is 'stripes'"),
+        *(
+            (lambda kind=kind, config=config, options=options: kind(config, group=group, **options), text)
+            for kind, config in ((SlideEncoder, slide_config()), (LongViT, vision_config()))
+            for options, text in (
+                ({"mesh": mesh}, "group and mesh are both given"),
+                ({"layout": "stripes"}, "layout is 'stripes'"),
+                ({"timeout": 0.0}, "timeout"),
+            )
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             call()
@@ -201,7 +226,7 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
 
 
 IN_LAYOUTS = [slides_are_those_of_one_process, packed_slides_are_those_of_one_process, images_are_those_of_one_process]
-ON_PROCESSES = [drop_path_is_the_first_processs, wrong_use_is_refused]
+ON_PROCESSES = [presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused]
 
 
 # each layout in one world; contiguous shards of two processes are in test_on_processes

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -116,10 +118,24 @@ def test_what_may_not_be_read_or_written_is_a_permission_error_with_its_file(tmp
     assert version_of(tmp_path) == 1
 
 
-def test_a_loaded_model_is_saved_over_the_file_that_its_weights_are_a_view_of(tmp_path: Path) -> None:
+def test_a_model_that_others_save_is_loaded_whole_also_after_a_kill(tmp_path: Path) -> None:
     model(1).save_pretrained(tmp_path)
-    loaded = LongNetLM.from_pretrained(tmp_path)
-    model(2).save_pretrained(tmp_path)
+    loaded, children = LongNetLM.from_pretrained(tmp_path), []
+    for version in (2, 3):
+        child = os.fork()
+        if child == 0:
+            while True:
+                model(version).save_pretrained(tmp_path)
+        children.append(child)
+    try:
+        assert {version_of(tmp_path) for _ in range(60)} <= {1, 2, 3}
+    finally:
+        for child in children:
+            time.sleep(0.01)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert version_of(tmp_path) in (1, 2, 3)
+    # its weights are a view of the first file
     loaded.save_pretrained(tmp_path)
     assert version_of(tmp_path) == 1
 
@@ -170,6 +186,7 @@ def test_a_configuration_beside_the_weights_counts_where_they_have_none(tmp_path
 
 
 CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
+    "empty": (b"", "is not JSON"),
     "not UTF-8": (b"\xff\xfe\x00", "can't decode byte"),
     "deep": (b"[" * 10_000 + b"]" * 10_000, "recursion"),
     "cut off": (b'{"embed_dim": 8, "num', "is not JSON"),
@@ -178,7 +195,9 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "twice": (b'{"embed_dim": 8, "num_layers": 2, "embed_dim": 8}', "a key of embed_dim, num_layers occurs twice"),
     "unknown key": ({"colour": "red"}, "unknown keys colour"),
     "a string": ({"embed_dim": "8"}, "embed_dim"),
+    "null": ({"num_layers": None}, "num_layers"),
     "beyond float": ({"rotary_base": 10**400}, "rotary_base|too large"),
+    "a size beyond torch's": ({"vocab_size": 10**30}, "vocab_size"),
     "a deep pattern": ({"attention": "block_sparse", "rotary_base": 10000.0, "block_pattern": "[" * 10_000}, "BlockPattern"),
     "a living pattern": ({"attention": "block_sparse", "block_pattern": '"object:1"'}, "names a function or a tensor"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from dilated_attention.functional.fused_layers import plain_layers
@@ -41,10 +43,11 @@ def test_positions_are_rows_of_prov_gigapaths_table() -> None:
     grid, dim = 9, 24
     table = reference.grid_table(grid, dim)[1:]
     cells = torch.cartesian_prod(torch.arange(grid), torch.arange(grid))
-    for dtype, result, tolerance in ((torch.float32, torch.float64, 1e-12), (torch.int64, torch.float32, 1e-6)):
+    for dtype in (torch.float32, torch.int64, torch.float64):
         coords = (cells * 100 + torch.tensor([0, 99])).to(dtype)
-        found = grid_positions(coords[None], dim, tile_size=100, grid_size=grid, dtype=result)[0]
-        torch.testing.assert_close(found, table.to(result), atol=tolerance, rtol=0)
+        for result, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+            found = grid_positions(coords[None], dim, tile_size=100, grid_size=grid, dtype=result)[0]
+            torch.testing.assert_close(found, table.to(result), atol=tolerance, rtol=0)
     # the far corner is exact in float32; the grid's size and narrow integers change nothing
     omega = 10000.0 ** (-torch.arange(192, dtype=torch.float64) / 192)
     true = torch.cat([f(p * omega) for p in (998, 999) for f in (torch.sin, torch.cos)])
@@ -59,6 +62,7 @@ def test_positions_are_rows_of_prov_gigapaths_table() -> None:
         (torch.tensor([[-1, 0]]), ValueError, "from cell -1 to cell 0"),
         (torch.tensor([[0, 256_000]]), ValueError, "raise grid_size"),
         (torch.tensor([[float("nan"), 0.0]]), ValueError, "a tile has NaN or infinite coords; expected pixels"),
+        (torch.tensor([[0.0, float("inf")]]), ValueError, "NaN or infinite coords"),
         (torch.tensor([[4096, 0]]).half(), TypeError, "does not hold pixel coordinates"),
     ],
 )
@@ -102,6 +106,17 @@ def test_slides_of_unequal_length_in_one_batch_equal_one_by_one(global_pool: boo
         assert model(**batch).isfinite().all()
 
 
+def test_dropout_and_drop_path_act_in_training_only_and_checkpointing_changes_nothing() -> None:
+    model, batch = model_of(tiny(dropout=0.3, drop_path=0.5)), [x[None] for x in slide(30, 0)]
+    assert not torch.equal(model(*batch), model(*batch))
+    model.eval()
+    assert torch.equal(model(*batch), model(*batch))
+    models = [model_of(tiny(), checkpoint_activations=checkpointed) for checkpointed in (False, True)]
+    for model in models:
+        model(*batch).sum().backward()
+    assert torch.equal(*(model.tile_embedding.weight.grad for model in models))
+
+
 @pytest.mark.parametrize(
     ("global_pool", "changes"),
     [
@@ -124,16 +139,31 @@ def test_vectors_or_logits_of_a_head_are_those_of_the_saved_model(global_pool: b
     torch.testing.assert_close(again(tiles, coords, cu_seqlens=bounds), out)
 
 
+def test_a_checkpoint_from_before_there_were_classes_loads(tmp_path: Path) -> None:
+    """Its configuration, in a file of its own, has neither num_classes nor class_names."""
+    model = model_of(tiny())
+    fields = model.config.to_dict()
+    assert fields.pop("num_classes") is None and fields.pop("class_names") is None
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert SlideEncoder.from_pretrained(tmp_path).config == model.config
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"tiles": torch.zeros(1, 5, 11)}, "in_dim = 12"),
+        ({"tiles": torch.zeros(5, 12)}, "expected .slides, tiles, in_dim."),
         ({"tiles": [[1.0]]}, "tiles and coords are list and Tensor"),
         ({"tiles": torch.zeros(1, 5, 12).long()}, r"tiles has dtype torch.int64; expected features of a floating dtype"),
         ({"coords": torch.zeros(1, 4, 2)}, "one pair of pixels for each tile"),
+        ({"coords": torch.full((1, 5, 2), 1e9)}, "raise grid_size"),
+        ({"coords": torch.full((1, 5, 2), float("nan"))}, "a tile has NaN or infinite coords"),
         ({"all_layers": "no"}, "all_layers is 'no' .*expected True or False"),
         ({"cu_seqlens": [0, 5]}, "as returned by collate_slides"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "rising bounds from 0 to the number of tiles, 5"),
+        ({"cu_seqlens": torch.tensor([0, 6, 5])}, "rising bounds"),
+        ({"cu_seqlens": torch.tensor([5])}, "rising bounds"),
         ({"tiles": torch.zeros(2, 5, 12), "coords": torch.zeros(2, 5, 2), "cu_seqlens": torch.tensor([0, 5])}, "packed slides are one row"),
     ],
 )
@@ -147,6 +177,7 @@ def test_inputs_that_do_not_fit(change: dict[str, Any], text: str) -> None:
     ("fields", "text"),
     [
         ({"encoder": {"is_causal": True}}, "encoder.is_causal is True; a slide encoder needs False"),
+        ({"encoder": {"vocab_size": 9}}, "encoder.vocab_size is 9"),
         ({"encoder": {"attention": "ring_dilated"}}, "encoder.is_ring is True"),
         ({"encoder": {"embed_dim": 34, "num_heads": 1}}, "multiple of 4"),
         ({"encoder": 3}, "encoder is 3 .int.; expected a LongNetConfig"),
@@ -202,6 +233,7 @@ T, C = torch.zeros(3, 12), torch.zeros(3, 2)
     ("slides", "text"),
     [
         ([], "slides is empty"),
+        (5, "slides is 5 .*expected a list of .tiles, coords."),
         ([5], "slides is .5. .*expected a list of .tiles, coords."),
         ([(T, torch.zeros(4, 2))], "slide 0 has tiles"),
         ([(T.to(x), C.to(x)) for x in ("cpu", "meta")], "tiles .* on cpu and on meta"),
@@ -319,12 +351,15 @@ def test_scattered_tiles_that_never_touch_are_warned_of(case: str) -> None:
     ("step", "tile_size", "text"),
     [
         (1, 256, "1 pixels apart and tile_size is 256, so several tiles get one position.* tile_size=1, or multiply coords by 256$"),
+        (64, 256, "several tiles get one position.* tile_size=64, or multiply coords by 4$"),
         (224, 256, "several tiles get one position.* tile_size=224, or multiply coords by 1.14286$"),
         (512, 256, "512 pixels apart and tile_size is 256, so cells between them stay empty.* tile_size=512, or multiply coords by 0.5$"),
+        (1024, 512, "cells between them stay empty.* tile_size=1024, or multiply coords by 0.5$"),
         (0.125, 256, "several tiles get one position; expected pixels at level 0: multiply coords by 2048$"),
         (0, 256, "the 256 tiles of slide 0 lie in 1 cells of 256 × 256 pixels, so several get one position"),
         (256, 256, None),
         (260, 256, None),
+        (512, 512, None),
     ],
 )
 def test_tiles_whose_step_is_not_the_tile_size_are_warned_of_once(step: float, tile_size: int, text: str | None) -> None:
