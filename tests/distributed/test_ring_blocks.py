@@ -20,15 +20,9 @@ from dilated_attention.distributed import Layout
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks, with_sparsity
 from dilated_attention.testing import call, max_error
 from tests.distributed.test_ring import check as check_by_bounds
-from tests.functional.test_block_sparse import (
-    PATTERNS,
-    TOLERANCE,
-    Case,
-    inputs,
-    plain,
-    results,
-)
+from tests.functional.test_block_sparse import TOLERANCE, Case, inputs, plain, results
 from tests.helpers.machine import ON_CPU, share, worlds
+from tests.helpers.pattern_cases import simple_patterns
 from tests.helpers.pool import Pool, pool_of
 from tests.helpers.ring_cases import Spread, run, together
 from tests.helpers.strategies import some_branches, some_patterns
@@ -83,8 +77,7 @@ def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
     return Case(pattern=pattern, num_queries=N, num_keys=N, **options)
 
 
-# of the patterns that content does not choose
-NAMES = [name for name in PATTERNS if not name.startswith("top")]
+NAMES = [name for name in simple_patterns(64, 64) if not name.startswith("sparsity") or name == "sparsity_big_bird"]
 
 
 def of_every_pattern(world: int) -> list[Spread]:
@@ -95,7 +88,7 @@ def of_every_pattern(world: int) -> list[Spread]:
         is_causal = (index + (world in (3, 4))) % 2 == 0
         block = [(64, 64), (128, 64), (64, 128), (128, 128)][(index + is_causal) % 4]
         layout = ["contiguous", "zigzag", "balanced", "dealt"][(index // 2 + is_causal) % 4]
-        case = case_of(PATTERNS[name](N, block), N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
+        case = case_of(simple_patterns(N, block)[name], N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
         spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
     return spreads
 
@@ -226,7 +219,7 @@ KERNELS = {
     "auto, 128": Kernel("auto", (128, 128), 128, 2),
 }
 # those that exist at one length only
-OF_ONE_LENGTH = ("documents", "table", "table of heads")
+OF_ONE_LENGTH = ("document", "table", "table_shared")
 
 
 def draw(world: int, seed: int, kernel: Kernel) -> Spread:
@@ -236,7 +229,7 @@ def draw(world: int, seed: int, kernel: Kernel) -> Spread:
     name = rng.choice([name for name in NAMES if bounds is None or name not in OF_ONE_LENGTH])
     dropout_p = 0.3 if rng.random() < 0.1 else 0.0
     case = case_of(
-        PATTERNS[name](n, kernel.block),
+        simple_patterns(n, kernel.block)[name],
         n,
         heads=2,
         kv_heads=kernel.kv_heads,
