@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks, with_sparsity
-from dilated_attention.testing import call, max_error
+from dilated_attention.testing import Case, call, inputs, max_error, results
+from dilated_attention.testing import plain_attention as plain
 from tests.distributed.test_ring import check as check_by_bounds
-from tests.functional.test_block_sparse import TOLERANCE, Case, inputs, plain, results
 from tests.helpers.machine import ON_CPU, share, worlds
 from tests.helpers.pattern_cases import simple_patterns
 from tests.helpers.pool import Pool, pool_of
 from tests.helpers.ring_cases import Spread, run, together
 from tests.helpers.strategies import some_branches, some_patterns
 
+TOLERANCE = 1e-10
 # beside which a union's blocks are
 BRANCHES = (
     DilatedPattern((16, 64), (1, 4)),
@@ -60,7 +61,7 @@ def check(pool: Pool, spreads: Sequence[Spread], truth: Callable[..., Any] = pla
     ranks = pool.run(run, spreads)
     for index, spread in enumerate(spreads):
         found = together(spread, [rank[index][0] for rank in ranks])
-        wanted = results(truth, spread.case, inputs(spread.case, device=pool.device))
+        wanted = results(truth, spread.case, inputs(spread.case, torch.float64, pool.device))
         for name in wanted:
             error = max_error(found[name].to(pool.device), wanted[name])
             assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {pool.world} ranks: {spread}"
@@ -73,7 +74,7 @@ def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPatte
 
 
 def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
-    options: dict[str, Any] = {"heads": 4, "kv_heads": 2} | changes
+    options: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 3, "lse_grad": True} | changes
     return Case(pattern=pattern, num_queries=N, num_keys=N, **options)
 
 
@@ -98,14 +99,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch": {"batch": 3},
     "one head of keys": {"heads": 6, "kv_heads": 1},
     "causal": {"is_causal": True},
-    "padding": {"batch": 2, "padding": True},
-    "causal padding": {"batch": 2, "padding": True, "is_causal": True},
+    "padding": {"batch": 2, "padding": "some"},
+    "causal padding": {"batch": 2, "padding": "some", "is_causal": True},
     "dropout": {"batch": 2, "dropout_p": 0.3},
     "scale": {"scale": 0.05},
     "documents": {"bounds": (0, 70, 70, 71, 201, N_BIG)},
     "causal documents of blocks": {"bounds": (0, 128, 256, N_BIG), "is_causal": True},
     "documents and dropout": {"bounds": (0, 151, N_BIG), "dropout_p": 0.2},
-    "documents and padding": {"bounds": (0, 299, N_BIG), "padding": True, "is_causal": True},
+    "documents and padding": {"bounds": (0, 299, N_BIG), "padding": "some", "is_causal": True},
     "sinks": {"sinks": True, "is_causal": True},
     "softcap": {"softcap": 0.8},
 }
@@ -182,7 +183,7 @@ def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
         batch=1 if bounds else draw(st.integers(1, 2)),
         is_causal=draw(st.booleans()),
         bounds=bounds,
-        padding=N > 0 and draw(st.integers(0, 3)) == 0,
+        padding="some" if N > 0 and draw(st.integers(0, 3)) == 0 else "none",
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.4])),
         sinks=draw(st.booleans()),
         softcap=draw(st.sampled_from([None, None, 0.8])),
@@ -237,7 +238,7 @@ def draw(world: int, seed: int, kernel: Kernel) -> Spread:
         batch=1 if bounds else rng.choice([1, 2]),
         is_causal=rng.random() < 0.5,
         bounds=bounds,
-        padding=rng.random() < 0.15,
+        padding="some" if rng.random() < 0.15 else "none",
         dropout_p=dropout_p,
         scale=rng.choice([None, None, 0.1]),
         seed=rng.randint(0, 2**16),

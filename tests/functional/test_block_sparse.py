@@ -1,4 +1,4 @@
-"""Block-sparse attention in lower precision, and block masks of flex attention.
+"""Block masks of flex attention.
 
 Any pattern, alone and beside branches, with any option by any backend and in any form: tests/engine/test_oracle.py. Rows without keys, and
 what must not change a result: test_properties.py.
@@ -7,7 +7,6 @@ what must not change a result: test_properties.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,17 +15,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from dilated_attention import (
     BlockSparseAttention,
-    DilatedPattern,
     attention_map,
     attention_received,
     block_sparse_attention,
     block_sparse_dilated_attention,
     decode_attention,
-    testing,
 )
 from dilated_attention.functional import ring_block_sparse_attention
 from dilated_attention.pattern import (
-    BigBird,
     LocalWindow,
     MaskFunction,
     TopBlocks,
@@ -34,41 +30,7 @@ from dilated_attention.pattern import (
     to_block_mask,
 )
 
-# tests/distributed/test_ring_blocks.py imports results and plain from here
-from dilated_attention.testing import Inputs, measure, results  # noqa: F401
-from dilated_attention.testing import plain_attention as plain  # noqa: F401
-
 TOLERANCE = 1e-10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case(testing.Case):
-    """One call of some blocks. ``padding`` may be True for some keys."""
-
-    num_queries: int = 200
-    num_keys: int = 200
-    heads: int = 2
-    kv_heads: int = 2
-    head_dim: int = 3
-    lse_grad: bool = True
-    padding: Any = "none"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "padding", {True: "some", False: "none"}.get(self.padding, self.padding))
-
-
-def inputs(case: testing.Case, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Inputs:
-    return testing.inputs(case, dtype, device)
-
-
-@pytest.mark.parametrize("backend", ["math", "sdpa_cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("with_branches", [False, True])
-def test_lower_precision_is_off_by_its_own_rounding(dtype: torch.dtype, backend: str, with_branches: bool) -> None:
-    branches = DilatedPattern((64, 200), (1, 3)) if with_branches else None
-    case = Case(pattern=BigBird(40, 5, 1, block_size=64), head_dim=16, is_causal=True, kv_heads=1, branches=branches)
-    for found in measure(case, backend, dtype):
-        assert found.passes, found
 
 
 # --- block masks of flex attention ---------------------------------------------------------------------------------------------------
