@@ -117,7 +117,7 @@ def explain_decode(
 
 def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> None:
     # a paged cache has another batch size than q, so only the first entries are checked together
-    check.check_tensors(q[:1] if isinstance(q, torch.Tensor) and q.ndim == 4 else q, *(x[:1] if _is_cache(x) else x for x in (k, v)))
+    check.check_tensors(*(x[:1] if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in (q, k, v)))
     if k.shape != v.shape:
         raise ValueError(f"k has shape {tuple(k.shape)} and v has {tuple(v.shape)}; they must be equal")
     B = q.shape[0]
@@ -147,7 +147,3 @@ def _check_tensors(q: Any, k: Any, v: Any, positions: Any, page_table: Any) -> N
 def _check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
         raise TypeError(f"{name} is {x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}; expected an {expected}")
-
-
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[0] > 0

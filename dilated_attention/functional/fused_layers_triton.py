@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,38 +14,16 @@ import triton.language as tl
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 
-
-class Sizes(NamedTuple):
-    """How rows are assigned to programs.
-
-    Args:
-        tile: elements that a program holds at a time, from one row or from several short ones; a row longer than this is one tile.
-        per_thread: elements of the tile per thread. With more than 8 (16 bytes of bfloat16) more bytes are in flight, fewer threads a row.
-        threads_per_sm: of the backward per multiprocessor; its programs loop over tiles, so that partial column sums are few.
-        stages: tiles that the backward prefetches; 1 for none.
-        rows: the minimum number of rows in a tile, for up to 4096 columns.
-    """
-
-    tile: int
-    per_thread: int
-    threads_per_sm: int = 1024
-    stages: int = 1
-    rows: int = 1
-
-
-# found by sweeps on an H200 with 45,682 rows of bfloat16. Forward: 42 µs for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs
-# with 8 elements per thread). Backward: 103 and 669 µs; one row at a time, or no prefetch, takes a fifth to a half longer
-_FORWARD = Sizes(tile=4096, per_thread=32)
-_BACKWARD = Sizes(tile=2048, per_thread=16, stages=2, rows=2)
-# for 16-bit inputs, computes the normal CDF within 1e-7 from one exponential, which the density also needs
-_SHORT_CDF = True
+# threads of the backward per multiprocessor; its programs loop over tiles, so that partial column sums are few
+_THREADS_PER_SM = 1024
 # elements per program of the dropout kernel
 _ELEMENTS = 1024
 
 
 @triton.jit
 def _normal_cdf(x, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns (Φ(x), e^(−x²/2)). SHORT: Φ from formula 7.1.26 of Abramowitz and Stegun, with an absolute error below 1e-7."""
+    """Returns (Φ(x), e^(−x²/2)). SHORT, for 16-bit inputs: Φ from formula 7.1.26 of Abramowitz and Stegun, with an absolute error below
+    1e-7, from the one exponential that the density also needs."""
     bell = tl.exp(-0.5 * x * x)
     if SHORT:
         t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
@@ -179,19 +157,23 @@ def rows_launch(dtypes: Any, M: int, K: int, activation: str, norm: str, is_norm
     """Returns the launch that prepares rows (M, K), or for ``eps=None`` that of its backward. Its tensors: x, gate, weight and bias; z, x̂
     and the statistics (2, M), or statistics, dz, z, dx, dgate and a share of the weight's and the bias's gradients for each program.
     ``is_normal``: x̂ is written, or read as x."""
-    sizes = _BACKWARD if eps is None else _FORWARD
+    # elements of a tile, from one row or several short ones (a row longer than this is one tile); those per thread, of which more than 8
+    # (16 bytes of bfloat16) keep more bytes in flight; the least number of rows, for up to 4096 columns. Found by sweeps on an H200 with
+    # 45,682 rows of bfloat16. Forward: 42 µs for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs with 8 elements per thread).
+    # Backward: 103 and 669 µs; one row at a time, or no prefetch, takes a fifth to a half longer
+    tile, per_thread, least_rows = (2048, 16, 2) if eps is None else (4096, 32, 1)
     block = triton.next_power_of_2(K)
-    rows = max(sizes.rows if block <= 4096 else 1, sizes.tile // block)
-    warps, tiles = min(32, max(4, block * rows // (32 * sizes.per_thread))), triton.cdiv(M, rows)
+    rows = max(least_rows if block <= 4096 else 1, tile // block)
+    warps, tiles = min(32, max(4, block * rows // (32 * per_thread))), triton.cdiv(M, rows)
     constants = {
         "K": K, "BLOCK": block, "ROWS": rows, "ACTIVATION": activation, "NORM": norm, "HAS_WEIGHT": dtypes[2] is not None,
-        "HAS_BIAS": dtypes[3] is not None, "SHORT": _SHORT_CDF and dtypes[0].itemsize == 2,
+        "HAS_BIAS": dtypes[3] is not None, "SHORT": dtypes[0].itemsize == 2,
     }  # fmt: skip
     if eps is not None:
         return KernelLaunch(_prepare_kernel, tiles, (M, eps), {**constants, "KEEPS_NORMAL": is_normal}, warps, dtypes=dtypes)
-    constants |= {"NEEDS_Z": needs_z, "HAS_DZ": dtypes[5] is not None, "IS_NORMAL": is_normal, "STAGES": sizes.stages}
+    constants |= {"NEEDS_Z": needs_z, "HAS_DZ": dtypes[5] is not None, "IS_NORMAL": is_normal, "STAGES": 2}
     processors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 3
-    programs = min(tiles, processors * max(1, sizes.threads_per_sm // (32 * warps)))
+    programs = min(tiles, processors * max(1, _THREADS_PER_SM // (32 * warps)))
     return KernelLaunch(_prepare_backward_kernel, programs, (M, tiles), constants, warps, dtypes=dtypes)
 
 

@@ -116,10 +116,7 @@ def attention_map(
                 known = None if lse is None else lse.to(q.device, wide)[:, :, picked]
                 for low, weights in side.weights(q[:, picked], positions, known, step):
                     columns = slice(start + low, start + low + weights.shape[-1])
-                    if average_heads:
-                        result[:, where, columns] = weights.mean(1)
-                    else:
-                        result[:, :, where, columns] = weights
+                    result[..., where, columns] = weights.mean(1) if average_heads else weights
     return result
 
 

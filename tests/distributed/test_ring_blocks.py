@@ -18,21 +18,16 @@ from hypothesis import strategies as st
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
 from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks, with_sparsity
-from dilated_attention.testing import call, max_error
+from dilated_attention.testing import Case, call, inputs, max_error, results
+from dilated_attention.testing import plain_attention as plain
 from tests.distributed.test_ring import check as check_by_bounds
-from tests.functional.test_block_sparse import (
-    PATTERNS,
-    TOLERANCE,
-    Case,
-    inputs,
-    plain,
-    results,
-)
 from tests.helpers.machine import ON_CPU, share, worlds
+from tests.helpers.pattern_cases import simple_patterns
 from tests.helpers.pool import Pool, pool_of
 from tests.helpers.ring_cases import Spread, run, together
 from tests.helpers.strategies import some_branches, some_patterns
 
+TOLERANCE = 1e-10
 # beside which a union's blocks are
 BRANCHES = (
     DilatedPattern((16, 64), (1, 4)),
@@ -66,7 +61,7 @@ def check(pool: Pool, spreads: Sequence[Spread], truth: Callable[..., Any] = pla
     ranks = pool.run(run, spreads)
     for index, spread in enumerate(spreads):
         found = together(spread, [rank[index][0] for rank in ranks])
-        wanted = results(truth, spread.case, inputs(spread.case, device=pool.device))
+        wanted = results(truth, spread.case, inputs(spread.case, torch.float64, pool.device))
         for name in wanted:
             error = max_error(found[name].to(pool.device), wanted[name])
             assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {pool.world} ranks: {spread}"
@@ -79,12 +74,11 @@ def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPatte
 
 
 def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
-    options: dict[str, Any] = {"heads": 4, "kv_heads": 2} | changes
+    options: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 3, "lse_grad": True} | changes
     return Case(pattern=pattern, num_queries=N, num_keys=N, **options)
 
 
-# of the patterns that content does not choose
-NAMES = [name for name in PATTERNS if not name.startswith("top")]
+NAMES = [name for name in simple_patterns(64, 64) if not name.startswith("sparsity") or name == "sparsity_big_bird"]
 
 
 def of_every_pattern(world: int) -> list[Spread]:
@@ -95,7 +89,7 @@ def of_every_pattern(world: int) -> list[Spread]:
         is_causal = (index + (world in (3, 4))) % 2 == 0
         block = [(64, 64), (128, 64), (64, 128), (128, 128)][(index + is_causal) % 4]
         layout = ["contiguous", "zigzag", "balanced", "dealt"][(index // 2 + is_causal) % 4]
-        case = case_of(PATTERNS[name](N, block), N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
+        case = case_of(simple_patterns(N, block)[name], N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
         spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
     return spreads
 
@@ -105,14 +99,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch": {"batch": 3},
     "one head of keys": {"heads": 6, "kv_heads": 1},
     "causal": {"is_causal": True},
-    "padding": {"batch": 2, "padding": True},
-    "causal padding": {"batch": 2, "padding": True, "is_causal": True},
+    "padding": {"batch": 2, "padding": "some"},
+    "causal padding": {"batch": 2, "padding": "some", "is_causal": True},
     "dropout": {"batch": 2, "dropout_p": 0.3},
     "scale": {"scale": 0.05},
     "documents": {"bounds": (0, 70, 70, 71, 201, N_BIG)},
     "causal documents of blocks": {"bounds": (0, 128, 256, N_BIG), "is_causal": True},
     "documents and dropout": {"bounds": (0, 151, N_BIG), "dropout_p": 0.2},
-    "documents and padding": {"bounds": (0, 299, N_BIG), "padding": True, "is_causal": True},
+    "documents and padding": {"bounds": (0, 299, N_BIG), "padding": "some", "is_causal": True},
     "sinks": {"sinks": True, "is_causal": True},
     "softcap": {"softcap": 0.8},
 }
@@ -189,7 +183,7 @@ def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
         batch=1 if bounds else draw(st.integers(1, 2)),
         is_causal=draw(st.booleans()),
         bounds=bounds,
-        padding=N > 0 and draw(st.integers(0, 3)) == 0,
+        padding="some" if N > 0 and draw(st.integers(0, 3)) == 0 else "none",
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.4])),
         sinks=draw(st.booleans()),
         softcap=draw(st.sampled_from([None, None, 0.8])),
@@ -226,7 +220,7 @@ KERNELS = {
     "auto, 128": Kernel("auto", (128, 128), 128, 2),
 }
 # those that exist at one length only
-OF_ONE_LENGTH = ("documents", "table", "table of heads")
+OF_ONE_LENGTH = ("document", "table", "table_shared")
 
 
 def draw(world: int, seed: int, kernel: Kernel) -> Spread:
@@ -236,7 +230,7 @@ def draw(world: int, seed: int, kernel: Kernel) -> Spread:
     name = rng.choice([name for name in NAMES if bounds is None or name not in OF_ONE_LENGTH])
     dropout_p = 0.3 if rng.random() < 0.1 else 0.0
     case = case_of(
-        PATTERNS[name](n, kernel.block),
+        simple_patterns(n, kernel.block)[name],
         n,
         heads=2,
         kv_heads=kernel.kv_heads,
@@ -244,7 +238,7 @@ def draw(world: int, seed: int, kernel: Kernel) -> Spread:
         batch=1 if bounds else rng.choice([1, 2]),
         is_causal=rng.random() < 0.5,
         bounds=bounds,
-        padding=rng.random() < 0.15,
+        padding="some" if rng.random() < 0.15 else "none",
         dropout_p=dropout_p,
         scale=rng.choice([None, None, 0.1]),
         seed=rng.randint(0, 2**16),

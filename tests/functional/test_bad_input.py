@@ -22,7 +22,7 @@ from dilated_attention.cli import main
 from dilated_attention.distributed import explain_exchange
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
-from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Sampling, SlideEncoderConfig, VisionConfig
+from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, SlideEncoderConfig
 from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.pattern import BigBird, BlockTensor, Document, LocalWindow, PerHead, RandomBlocks, TopBlocks
 from dilated_attention.pattern.checks import shown
@@ -155,7 +155,6 @@ OPTIONS: dict[str, tuple[str, list[Any], list[Any]]] = dict.fromkeys(FLAGS, FLAG
 def test_an_option_is_refused_by_whatever_takes_it(name: str) -> None:
     expected, types, values = OPTIONS[name]
     for value, error in (*((value, TypeError) for value in types), *((value, ValueError) for value in values)):
-        # one of a rank's own is too far where the whole is not
         # one of a rank's own is too far where the whole is not; functions take a bias of another kind
         but = {"query_offset": "ring", "bias": "attention"}.get(name, " ")
         refused_by_all({name: value}, error, f"{name} is {shown(value)} … {expected}", but)
@@ -166,10 +165,7 @@ TYPES: dict[str, list[tuple[Any, str]]] = {
     "segment_lengths": [
         ([4.0, 8], "segment_lengths[0] is 4.0 (float) … integer"),
         ([True, 8], "segment_lengths[0] is True (bool)"),
-        (["4", 8], "segment_lengths[0] is '4' (str)"),
-        ([nan, 8], "segment_lengths[0] is nan"),
         ({4, 8}, "segment_lengths is { … (set)"),
-        (np.array([4.0, 8.0]), "segment_lengths[0] is 4.0 (float)"),
     ],
     "dilation_rates": [([1, 2.5], "dilation_rates[1] is 2.5 (float)"), ([True, 2], "dilation_rates[0] is True (bool)")],
     "head_offsets": [
@@ -179,7 +175,6 @@ TYPES: dict[str, list[tuple[Any, str]]] = {
     "window": [(("a", None), "window[0] is 'a' (str)")],
     "pattern": [
         (0.1, "pattern is 0.1 (float) … LocalWindow(512)"),
-        (LocalWindow, "pattern is <class … (ABCMeta)"),
         (torch.ones(2, 2, dtype=torch.bool), "pattern is tensor … (Tensor)"),
         (DilatedPattern([4], [1]), "pattern is DilatedPattern … expected a block pattern"),
     ],
@@ -195,9 +190,7 @@ TYPES: dict[str, list[tuple[Any, str]]] = {
 VALUES: dict[str, list[tuple[Any, str]]] = {
     "segment_lengths": [
         ([4, 0], "segment_lengths[1] is 0 … ≥ 1"),
-        ([-4, 8], "segment_lengths[0] is -4"),
         ([4, 2**70], f"segment_lengths[1] … {2**70} … 2**62"),
-        ([4, 10**5000], "segment_lengths[1]"),
     ],
     "dilation_rates": [
         ([1], "segment_lengths has 2 … dilation_rates has 1 … [4, 8] … equal length"),
@@ -207,7 +200,6 @@ VALUES: dict[str, list[tuple[Any, str]]] = {
     "head_offsets": [
         ([[0, 0, 0, 0]], "head_offsets has 1 lists for 2 branches"),
         ([[0] * 4, [0, 1, 2, 0]], "head_offsets[1][2] is 2 … below 2 … dilation rate 2"),
-        ([[0] * 4, [0, -1, 0, 0]], "head_offsets[1][1] is -1"),
         ([[0] * 4, [0] * 3], "head_offsets has lists of lengths [4, 3]"),
     ],
     "window": [((1, -2), "window[1] is -2")],
@@ -221,15 +213,12 @@ VALUES: dict[str, list[tuple[Any, str]]] = {
     # masks and documents
     "key_padding_mask": [
         (torch.zeros(2, 7, dtype=torch.bool), "key_padding_mask has shape (2, 7) … (2, 8)"),
-        (torch.zeros(1, 8, dtype=torch.bool), "key_padding_mask has shape (1, 8) … (2, 8)"),
-        (torch.zeros(2, 8, 8, dtype=torch.bool), "key_padding_mask has shape (2, 8, 8)"),
         (torch.zeros(2, 8, dtype=torch.bool, device="meta"), "key_padding_mask is on meta … .to(k.device)"),
     ],
     "cu_seqlens": [(bounds(0, 8), "cu_seqlens … batch size 2 … batch size 1")],
     # maps
     "query_rows": [
         ([8], "query_rows holds 8; expected rows of q, 0 to 7"),
-        ([-1], "query_rows holds -1"),
         ("first", "query_rows is 'first'"),
         (torch.zeros(2, 3, dtype=torch.int64), "query_rows has shape (2, 3)"),
     ],
@@ -243,15 +232,11 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({name: value}, ValueError, words) for name, rows in VALUES.items() for value, words in rows),
     ({"segment_lengths": [], "dilation_rates": []}, ValueError, "segment_lengths is empty … segment_lengths=[2048]"),
     ({"head_offsets": "zero", "branch_heads": "split"}, ValueError, "head_offsets='zero' … branch_heads='split' … leave"),
-    ({"head_offsets": [[0] * 4] * 2, "branch_heads": "split"}, ValueError, "head_offsets … branch_heads='split' … leave"),
     ({"head_offsets": [[0] * 3, [0] * 3], "q": Q}, ValueError, "head_offsets has 3 integers per branch for 4 heads"),
-    ({"head_offsets": [[0, 0], [0, 1]], "embed_dim": 16}, ValueError, "2 integers per branch for 4 heads"),
     # blocks
     ({"pattern": None, "rotary": True}, ValueError, "neither given … exactly one … sparsity_ratio=0.1"),
     ({"sparsity_ratio": 0.1, "pattern": WINDOW}, ValueError, "both … exactly one"),
     ({"seed": 1, "pattern": WINDOW}, ValueError, "seed is 1 with a pattern … leave seed"),
-    ({"block_size": 64, "pattern": WINDOW}, ValueError, "block_size is 64 with a pattern"),
-    ({"sparsity": "local", "pattern": WINDOW}, ValueError, "sparsity is 'local' with a pattern"),
     ({"sparsity_ratio": 0.1, "sparsity": "most"}, ValueError, "sparsity is 'most' … 'random' … 'big_bird'"),
     ({"sparsity_ratio": 0.1, "block_size": 32}, ValueError, "block_size is 32 … 64 or 128"),
     ({"sparsity_ratio": 0.1, "seed": -1}, ValueError, "seed is -1"),
@@ -272,10 +257,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     # a bias
     ({"q": Q, "bias": torch.zeros(8, 8)}, TypeError, "bias is a Tensor; expected Alibi(slopes), Distance(coordinates, slopes) … N²"),
     ({"q": Q, "bias": da.Alibi(torch.zeros(3))}, ValueError, "bias.slopes has shape (3,); expected one number per query head, (4,)"),
-    ({"q": Q, "bias": da.Alibi([1.0] * 4)}, TypeError, "bias.slopes is a list; expected a tensor … torch.tensor(bias.slopes)"),
-    ({"q": Q, "bias": da.Alibi(torch.zeros(4).half())}, ValueError, "bias.slopes has dtype torch.float16; expected float32"),
     ({"q": Q, "bias": da.Distance(torch.zeros(7, 2), torch.zeros(4))}, ValueError, "(7, 2); expected one of (8,), (8, 1), (8, 2)"),
-    ({"q": Q, "bias": da.Distance([0.0] * 8, torch.zeros(4))}, TypeError, "bias.coordinates is a list … torch.tensor"),
     ({"q": Q, "bias": da.Distance(torch.zeros(8, dtype=torch.bool), torch.zeros(4))}, TypeError, "coordinates has dtype torch.bool"),
     ({"q": Q, "bias": da.Distance(torch.zeros(8, device="meta"), torch.zeros(4))}, ValueError, "coordinates is on meta and q on cpu"),
     ({"q": Q, "bias": da.Distance(torch.zeros(8).requires_grad_(), torch.zeros(4))}, ValueError, "needs a gradient … .detach()"),
@@ -290,27 +272,17 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (tensors(queries=9, query_offset=0), ValueError, "query_offset is 0 … 9 of 8"),
     # tensors
     (tensors(q=[1.0]), TypeError, "q is a list … torch.Tensor … batch, sequence, heads, head_dim … torch.tensor(q)"),
-    (tensors(k=None), TypeError, "k is a NoneType"),
     (tensors(v=np.zeros((2, 8, 2, 8))), TypeError, "v is a ndarray … torch.from_numpy(v)"),
     (tensors(q=torch.zeros(2, 8, 32)), ValueError, "q has shape (2, 8, 32) … 4 dimensions"),
-    (tensors(k=torch.zeros(2, 8, 2, 8, 1)), ValueError, "k has shape (2, 8, 2, 8, 1)"),
-    (tensors(v=torch.zeros(())), ValueError, "v has shape ()"),
     (tensors(q=Q.long()), ValueError, "q has dtype torch.int64 … float16, bfloat16, float32, float64"),
-    (tensors(k=torch.zeros(2, 8, 2, 8, dtype=torch.complex64)), ValueError, "k has dtype torch.complex64"),
-    (tensors(v=torch.zeros(2, 8, 2, 8, dtype=torch.bool)), ValueError, "v has dtype torch.bool"),
-    (tensors(q=Q.to(torch.float8_e4m3fn)), ValueError, "q has dtype torch.float8_e4m3fn"),
     (tensors(q=Q.bfloat16()), ValueError, "q, k, v … bfloat16 … float32 … autocast"),
-    (tensors(v=torch.zeros(2, 8, 2, 8).half()), ValueError, "q, k, v … float16 … float32 … autocast"),
     (tensors(q=torch.zeros(2, 8, 4, 8, device="meta")), ValueError, "q, k, v … meta … cpu … .to()"),
     (tensors(v=torch.zeros(2, 9, 2, 8)), ValueError, "(2, 8, 2, 8) … (2, 9, 2, 8)"),
-    (tensors(v=torch.zeros(2, 8, 4, 8)), ValueError, "v has (2, 8, 4, 8)"),
-    (tensors(v=torch.zeros(2, 8, 2, 16)), ValueError, "v has (2, 8, 2, 16)"),
     (tensors(q=torch.zeros(3, 8, 4, 8)), ValueError, "batch size 3 … 2"),
     (tensors(q=torch.zeros(2, 8, 4, 16)), ValueError, "head_dim 16 … 8"),
     (tensors(dim=0), ValueError, "head_dim is 0 … 1 to 256"),
     (tensors(dim=257), ValueError, "head_dim is 257 … 1 to 256"),
     (tensors(heads=5), ValueError, "q has 5 heads … k has 2 … multiple"),
-    (tensors(heads=2, kv_heads=4), ValueError, "q has 2 heads … k has 4"),
     (tensors(heads=0, kv_heads=0), ValueError, "q has 0 heads"),
     # maps
     ({"query_rows": [0], "segment_lengths": None}, ValueError, "segment_lengths is None and dilation_rates is"),
@@ -332,7 +304,6 @@ def test_a_call_is_refused_by_whatever_takes_it(arguments: dict[str, Any], error
 def test_the_call_that_all_bad_ones_change_is_good() -> None:
     with pytest.raises(AssertionError, match="ran before"), NoOps():
         da.dilated_attention(**given_to("dilated_attention"))
-    q = torch.zeros(2, 8, 4, 8)
     for make, error, words in (
         (lambda: da.DilatedAttention([16], [1], num_heads=True, sinks=True), TypeError, "num_heads is True … expected"),
         (
@@ -341,7 +312,6 @@ def test_the_call_that_all_bad_ones_change_is_good() -> None:
             "sinks=True with mixture_grad",
         ),
         (lambda: da.DilatedAttention([16], [1], num_heads=4), ValueError, "num_heads is 4 without sinks"),
-        (lambda: da.DilatedAttention([16], [1], sinks=True)(q[0], q, q), ValueError, "q has shape"),
     ):
         refused(make, {}, error, words)
 
@@ -370,7 +340,7 @@ ALONE = tensors(1)
 PLANNED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         (ALONE | {"cu_seqlens": bounds(*values)}, ValueError, f"cu_seqlens is {list(values)} … N = 8")
-        for values in ((0, 9), (0, 7), (1, 8), (-1, 8), (0, 5, 4, 8), (8, 0), (0, -3, 8), (0, 4, 9, 8), (0, 0), (8, 8))
+        for values in ((0, 9), (0, 7), (1, 8), (0, 5, 4, 8), (0, -3, 8), (0, 0))
     ),
     (tensors(1, 0, 0, cu_seqlens=bounds(0, 3)), ValueError, "cu_seqlens is [0, 3] … N = 0"),
     (tensors(1, 400, 400, cu_seqlens=bounds(*range(400), 7)), ValueError, "cu_seqlens is [0, 1, 2 … N = 400"),
@@ -427,47 +397,33 @@ FLAGS = ("is_causal", "needs_grad", "key_padding_mask", "window", "bias", "deter
 # by argument: what takes it, and numbers of its type that it refuses
 REFUSED: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("num_positions", PATTERN.pairs, (-1, 8.5, *HUGE)),
-    ("num_positions", PATTERN.coverage, (-1, 8.5, *HUGE)),
     ("num_positions", BIG_BIRD.pairs, HUGE),
     ("num_heads", with_(PATTERN.pairs, 16), (0, *HUGE)),
-    ("num_heads", with_(BIG_BIRD.pairs, 16), HUGE),
-    ("num_heads", PATTERN.offsets, (0, 2.5)),
     ("num_heads", _mask, (0,)),
-    ("num_heads", _blocks_mask, HUGE),
     ("num_queries", _mask, (-1, *HUGE)),
-    ("num_keys", _mask, (3.5,)),
     ("query_offset", _mask, (-2,)),
     ("head_dim", with_(PATTERN.flops, 16, 2), HUGE),
     ("num_positions", _plan, HUGE),
-    ("num_heads", _plan, HUGE),
     ("memory", _plan, HUGE),
     ("gpus", _recommend, HUGE),
-    ("parameters", _recommend, HUGE),
     ("seq_len", with_(da.local_positions, None), (-1, 2**63, 10**400)),
     ("gamma_init", _multihead, (0.0, 1e-20, 1e-46, 1e20, 1e39, 2**64)),
     ("layer_norm_eps", _multihead, EPS),
     ("layer_norm_eps", with_(LongNetConfig, vocab_size=16, embed_dim=16, num_layers=1, num_heads=2, attention="dense"), EPS),
     ("norm_eps", with_(SlideEncoderConfig, encoder=ENCODER), (0.0, 1e-46, 1e39)),
-    ("norm_eps", with_(VisionConfig, encoder=ENCODER), (0.0, 1e-46, 1e39)),
     ("rotary_base", _rotary, (1, 0.5, -2.0, 10**400)),
     ("xpos_scale_base", _rotary, (0.0, -1, 10**400)),
-    ("temperature", Sampling, (-1e-46, -1, 1e39, 1e308, 10**400)),
-    ("top_p", Sampling, (0.0, -0.0, 1.0000001, 2, 1e39)),
     ("head_dim", da.explain_backend, (0, 2**63)),
     ("num_heads", da.explain_backend, (0, 2**21)),
     ("num_kv_heads", da.explain_backend, (0, 3)),
     ("dropout_p", da.explain_backend, (1, -0.1, 1e39)),
     ("softcap", da.explain_backend, (0.0, 1e39, 1e-46)),
     ("num_positions", with_(da.explain_backend, pattern=PATTERN), (0, 2**63)),
-    ("head_dim", da.explain_decode, (0, 2**63)),
-    ("num_heads", da.explain_decode, (0, 2**21)),
     ("size", with_(explain_exchange, 64, num_heads=2), (0, -1, 2**21)),
     ("itemsize", with_(explain_exchange, 64, 2, num_heads=2), (0, -1)),
     ("num_heads", with_(da.DilatedAttention, [8], [1], sinks=True), COUNTS),
-    ("world_size", with_(da.balanced_layout, WINDOW, 64), COUNTS),
     ("num_requests", with_(KVCache, CONFIG, max_length=8), COUNTS),
     ("num_pages", with_(PagedKVCache, CONFIG, 1, 8), (0, 2**31, 2**62)),
-    ("page_size", with_(PagedKVCache, CONFIG, 1, 8), (0, 2**31, 2**62)),
     ("grid_size", with_(grid_positions, torch.zeros(1, 2), 16), (0, -1, 2**31)),
     ("embed_dim", with_(grid_positions, torch.zeros(1, 2)), (0, 6, 2**31)),
 ]
@@ -485,13 +441,10 @@ def test_a_number_that_cannot_be_computed_with_is_refused_by_name(name: str, cal
     ("name", "call"),
     [
         *(("is_causal", with_(pattern.pairs, 16)) for pattern in (PATTERN, WINDOW, RandomBlocks(0.5))),
-        ("is_causal", with_(PATTERN.coverage, 16)),
         ("is_causal", _mask),
         ("is_causal", _window_mask),
         ("own_block", with_(RandomBlocks, 0.5)),
         ("gpu", _plan),
-        ("find_longest", _plan),
-        ("gpu", _recommend),
         *((name, da.explain_backend) for name in FLAGS),
         *((name, explain) for name in ("dtype", "hardware") for explain in (da.explain_backend, da.explain_decode)),
         ("dense", da.explain_decode),
@@ -542,17 +495,11 @@ DILATED = "dilated --segment-lengths 2048 8192 --dilation-rates 1 4"
     ("words", "flag"),
     [
         (f"plan dense --gpu H200 --length {10**24}", "--length"),
-        (f"plan {DILATED} --gpu H200 --length 9999999999G", "--length"),
-        ("plan dense --gpu H200 --length " + "9" * 5000, "--length"),
         ("plan dense --gpu H200 --length 65536 --heads 1000000", "heads"),
-        ("plan ring --gpu H200 --length 65536 --heads 1000000 --world-size 4", "num_heads"),
         (f"plan dense --gpu H200 --length 65536 --batch {2**62}", "batch_size"),
         ("plan ring --gpu H200 --length 65536 --world-size 1000000000", "world_size"),
-        (f"plan llama-1b --gpu H200 --length {2**62}", "num_positions"),
         ("recommend training --gpu H200 --length 65536 --gpus 1000000000", "gpus"),
-        ("recommend huggingface --gpu H200 --length 65536 --heads 1000000", "heads"),
         (f"show {DILATED} --length {2**31}", "--length"),
-        (f"show block_sparse --window 128 --length {2**40}", "--length"),
         (f"show block_sparse --window 128 --heads {2**31}", "--heads"),
         ("show block_sparse --density nan", "ratio"),
         ("show block_sparse --density 0.2 --density-kind x", "error: kind"),

@@ -302,22 +302,6 @@ def test_dropout_and_its_backward_take_one_mask(seed: int, dtype: torch.dtype, m
         torch.testing.assert_close(out, (x.double() + y.double() * scale).to(dtype))
 
 
-@pytest.mark.parametrize("forced", [True, False])
-def test_drop_path_of_packed_documents(forced: bool) -> None:
-    """A dropped document leaves a block as it came."""
-    torch.manual_seed(0)
-    block = LongNetEncoder(config(num_layers=2, drop_path=0.5, final_norm=False)).to(DEVICE).blocks[1]
-    cu_seqlens, x = torch.tensor([0, 7, 20, 50], dtype=torch.int32, device=DEVICE), torch.randn(1, 50, 32, device=DEVICE)
-    same = set()
-    for seed in range(24):
-        torch.manual_seed(seed)
-        with plain_layers(forced=forced):
-            y = block(x, cu_seqlens=cu_seqlens)
-        same.add(tuple(bool(torch.equal(a, b)) for a, b in zip(x.tensor_split((7, 20), 1), y.tensor_split((7, 20), 1), strict=True)))
-    # both halves of the block are dropped for a document in a quarter of the draws
-    assert len(same) > 2
-
-
 @pytest.mark.gpu
 @pytest.mark.no_poison
 def test_memory_of_an_encoder_on_a_gpu() -> None:

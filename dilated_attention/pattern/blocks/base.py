@@ -484,7 +484,7 @@ def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 def state_of(kept: Tensor, full: Tensor) -> Tensor:
     """Returns the states of blocks. Every full block must be kept."""
-    return kept.to(torch.int8) + full.to(torch.int8)
+    return kept.to(torch.int8) + full
 
 
 def divided(x: Tensor, by: int) -> tuple[Tensor, Tensor]:

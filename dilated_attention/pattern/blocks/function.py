@@ -55,9 +55,7 @@ class MaskFunction(BlockPattern):
     is_prefix_stable = True
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        # a function may index tables of N entries with positions
-        queries, keys = (x.clamp(max=num_positions - 1) for x in (queries, keys))
-        return self._of_entry(torch.zeros_like(heads), heads, queries, keys)
+        return self.mask_mod(num_positions, 0)(torch.zeros_like(heads), heads, queries, keys)
 
     def _of_entry(self, batch: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         try:
@@ -73,6 +71,7 @@ class MaskFunction(BlockPattern):
         return kept
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        # a function may index tables of N entries with positions
         last = num_positions - 1
         return lambda batch, head, q_idx, kv_idx: self._of_entry(batch, head, q_idx.clamp(max=last), kv_idx.clamp(max=last))
 

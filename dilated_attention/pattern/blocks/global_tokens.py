@@ -40,10 +40,9 @@ class GlobalLocal(LocalWindow):
 
     def stretches(self, grid: Grid, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the kept columns of rows: [0, globals) and then [low, high). Rows with a global position keep everything."""
-        first, last = grid.queries(row)
-        is_global, num_globals = first < self.global_tokens, min(-(-self.global_tokens // grid.k_block), grid.num_columns)
-        low = torch.where(is_global, 0, self.low(first, grid.num_positions) // grid.k_block)
-        high = torch.where(is_global, grid.num_columns, (self.high(last, grid.num_positions) - 1) // grid.k_block + 1)
+        low, high = self.stretch(grid, row)
+        is_global, num_globals = row * grid.q_block < self.global_tokens, min(-(-self.global_tokens // grid.k_block), grid.num_columns)
+        low, high = torch.where(is_global, 0, low), torch.where(is_global, grid.num_columns, high)
         return low.clamp(max=num_globals), low, high
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:

@@ -17,31 +17,32 @@ class IntervalPattern(BlockPattern):
     """Base class of patterns in which query i keeps the keys low(i) ≤ j < high(i). Neither end falls from one query to the next."""
 
     @abstractmethod
-    def low(self, positions: Tensor, num_positions: int) -> Tensor:
-        """Returns the first key of queries at these positions."""
-
-    @abstractmethod
-    def high(self, positions: Tensor, num_positions: int) -> Tensor:
-        """Returns one after their last key."""
+    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Returns (low, high) of queries at these positions: their first key and one after their last key."""
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
-        return self.low(positions, num_positions), self.high(positions, num_positions)
+        return self.reach(positions, num_positions)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        return (keys >= self.low(queries, num_positions)) & (keys < self.high(queries, num_positions))
+        low, high = self.reach(queries, num_positions)
+        return (keys >= low) & (keys < high)
+
+    def stretch(self, grid: Grid, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (first, last + 1) column that each row reaches."""
+        (low, _), (_, high) = (self.reach(query, grid.num_positions) for query in grid.queries(row))
+        return low // grid.k_block, (high + (grid.k_block - 1)) // grid.k_block
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        first, last = grid.queries(grid.rows())
-        low, high = self.low(first, grid.num_positions), self.high(last, grid.num_positions)
-        index, column = expand(low // grid.k_block, (high - 1) // grid.k_block + 1)
+        index, column = expand(*self.stretch(grid, grid.rows()))
         return torch.zeros_like(index), index + grid.first_row, column
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         """Returns the states, and as keys the distances of the blocks, which determine the mask of a window."""
-        (first_query, last_query), (first_key, last_key), n = grid.queries(row), grid.keys(column), grid.num_positions
-        kept = (last_key >= self.low(first_query, n)) & (first_key < self.high(last_query, n))
-        full = (first_key >= self.low(last_query, n)) & (last_key < self.high(first_query, n))
-        return state_of(kept, full), first_key - first_query
+        queries, (first_key, last_key) = grid.queries(row), grid.keys(column)
+        (lowest, least), (most, highest) = (self.reach(query, grid.num_positions) for query in queries)
+        kept = (last_key >= lowest) & (first_key < highest)
+        full = (first_key >= most) & (last_key < least)
+        return state_of(kept, full), first_key - queries[0]
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,9 @@ class LocalWindow(IntervalPattern):
         assert isinstance(self.window, tuple)
         return LocalWindow((self.window[0], 0), block_size=self.block_size)
 
-    def low(self, positions: Tensor, num_positions: int) -> Tensor:
-        return (positions - self.sides(num_positions)[0]).clamp(min=0)
-
-    def high(self, positions: Tensor, num_positions: int) -> Tensor:
-        return (positions + (self.sides(num_positions)[1] + 1)).clamp(max=num_positions)
+    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        left, right = self.sides(num_positions)
+        return (positions - left).clamp(min=0), (positions + (right + 1)).clamp(max=num_positions)
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,8 @@ class Causal(IntervalPattern):
     def causal(self) -> BlockPattern:
         return self
 
-    def low(self, positions: Tensor, num_positions: int) -> Tensor:
-        return torch.zeros_like(positions)
-
-    def high(self, positions: Tensor, num_positions: int) -> Tensor:
-        return positions + 1
+    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(positions), positions + 1
 
 
 @dataclass(frozen=True)
@@ -130,29 +126,21 @@ class Document(IntervalPattern):
                 f"lengths sum to {sum(self.lengths)}, the sequence has {num_positions} positions; give lengths that sum to that"
             )
 
-    def starts(self, device: torch.device) -> Tensor:
-        """Returns (documents + 1,) int64: the first position of each document, and N."""
-        return torch.tensor((0, *self.lengths), device=device).cumsum(0)
-
-    def document_of(self, positions: Tensor, starts: Tensor) -> Tensor:
-        # positions outside the sequence count as those of the last document
-        return torch.searchsorted(starts[1:], positions.contiguous(), right=True).clamp(max=max(len(self.lengths) - 1, 0))
-
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         return super().classify(grid, head, row, column)[0], grid.block(row, column)
 
     def cost(self, grid: Grid) -> float:
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
 
-    def low(self, positions: Tensor, num_positions: int) -> Tensor:
-        starts = self.starts(positions.device)
-        return starts[self.document_of(positions, starts)]
-
-    def high(self, positions: Tensor, num_positions: int) -> Tensor:
-        starts = self.starts(positions.device)
-        return starts[self.document_of(positions, starts) + 1]
+    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        starts = torch.tensor((0, *self.lengths), device=positions.device).cumsum(0)
+        document = torch.searchsorted(starts[1:], positions.contiguous(), right=True)
+        # positions outside the sequence count as those of the last document
+        document = document.clamp(max=max(len(self.lengths) - 1, 0))
+        return starts[document], starts[document + 1]
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        positions = torch.arange(num_positions, device=device)
-        document, last = self.document_of(positions, self.starts(positions.device)).to(torch.int32), num_positions - 1
+        # a document's first position stands for it; empty ones have none
+        document, _ = self.reach(torch.arange(num_positions, device=device), num_positions)
+        document, last = document.to(torch.int32), num_positions - 1
         return lambda batch, head, q_idx, kv_idx: document[q_idx.clamp(max=last)] == document[kv_idx.clamp(max=last)]
