@@ -1,5 +1,5 @@
-"""Computes a rank's query blocks on the keys of a step, with the block lists of a single process: key blocks are renumbered to their place
-in a buffer.
+"""Computes a rank's query blocks on the keys of a step, with the block lists of a single process, whose key blocks are counted from the first
+of the step's memory.
 
 A rank may hold a part of a query block: the launch then has whole blocks, and rows that the rank does not hold count for nothing.
 """
@@ -27,7 +27,7 @@ from dilated_attention.distributed.exchange.step import Pair, Step, make_step
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.blocks.lists import block_lists, renumber_columns, select_rows
+from dilated_attention.engine.blocks.lists import block_lists, select_rows
 from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan, select_backend
@@ -96,36 +96,21 @@ def _without_unused_masks(lists: BlockLists) -> BlockLists:
     return replace(lists, masks=None, bits=lists.bits[:0], interval=None)
 
 
-def lists_of_buffer(lists: BlockLists, mapping: torch.Tensor, num_keys: int) -> BlockLists:
-    """Same as ``renumber_columns``, but keeps the interval, in rows of the buffer, if it still describes the masks."""
-    mapping = mapping.to(lists.columns.device)
-    moved = _without_unused_masks(renumber_columns(lists, mapping, num_keys))
-    return moved if moved.masks is None else replace(moved, interval=moved_interval(lists, mapping))
-
-
-def moved_interval(lists: BlockLists, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns (low, high) of each query in rows of a buffer that stores key block c as its block ``mapping[c]``; None if there is none.
-
-    A masked block determines the first and the last of its keys that a query keeps; the interval is the intersection over the row's masked
-    blocks. It reproduces their masks, which is checked, if the buffer stores them in the order of their positions.
-    """
-    if lists.interval is None or lists.masks is None:
-        return None
-    size, R, n = lists.k_block, lists.num_rows, lists.num_queries
-    masked = (lists.masks >= 0).nonzero()[:, 0]
-    row, column = lists.row_of_entry[masked] % R, lists.columns[masked].long()
-    first = (mapping[column] * size)[:, None]
-    low, high = (torch.nn.functional.pad(x.long(), (0, R * lists.q_block - n)).view(R, -1) for x in lists.interval)
-    from_key, to_key = ((x[row] - column[:, None] * size).clamp(0, size) for x in (low, high))
-    index = row[:, None].expand_as(from_key)
-    end = len(mapping) * size
-    new_low = torch.zeros_like(low).scatter_reduce(0, index, torch.where(from_key > 0, first + from_key, 0), "amax")
-    new_high = torch.full_like(high, end).scatter_reduce(0, index, torch.where(to_key < size, first + to_key, end), "amin")
-    got_from, got_to = ((x[row] - first).clamp(0, size) for x in (new_low, new_high))
-    equal = ((from_key == got_from) & (to_key == got_to)) | ((from_key >= to_key) & (got_from >= got_to))
-    if not bool(equal.all()):
-        return None
-    return new_low.flatten()[:n].to(torch.int32), new_high.flatten()[:n].to(torch.int32)
+def lists_of_memory(lists: BlockLists, keys: Range) -> BlockLists:
+    """Returns the lists over the keys at positions [low, high) of the document alone, which begin with a block. A last block that goes on
+    beyond them is dropped; lists that serve several lengths may also name others, of which no pair is left."""
+    size, (low, high) = lists.k_block, keys
+    last = -(-high // size) if high == lists.num_keys else high // size
+    inside = (lists.columns >= low // size) & (lists.columns < last)
+    moved = replace(
+        lists,
+        num_keys=high - low,
+        row_starts=torch.nn.functional.pad(inside.cumsum(0, dtype=torch.int32), (1, 0))[lists.row_starts.long()],
+        columns=lists.columns[inside] - low // size,
+        masks=None if lists.masks is None else lists.masks[inside],
+        interval=None if lists.interval is None else tuple((x - low).clamp(0, high - low) for x in lists.interval),
+    )
+    return _without_unused_masks(moved)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -238,13 +223,10 @@ def make_block_steps(
 def _part_of(ring_problem: RingBlockProblem, part: RankLists, span: Range, heads: Range, common: dict[str, Any]) -> BlockPart:
     """Returns what is computed of a document on the keys at positions ``span``, which begin with a block of the document."""
     start, end = ring_problem.documents[part.document]
-    lists, size = lists_of_heads(part.lists, heads), ring_problem.pattern.k_block
+    lists = lists_of_heads(part.lists, heads)
     low, high = max(start, span[0]), min(end, span[1])
     if (low, high) != (start, end):
-        place = torch.arange(-(-(end - start) // size)) - (low - start) // size
-        # branches may end the keys inside a block, which no query of the rank keeps then
-        place[(place * size + size).clamp(max=end - low) > high - low] = -1
-        lists = lists_of_buffer(lists, place.clamp(min=-1), high - low)
+        lists = lists_of_memory(lists, (low - start, high - start))
     return BlockPart(heads=heads, key_rows=slice(low - span[0], high - span[0]), first_key=low, lists=lists, **common)
 
 

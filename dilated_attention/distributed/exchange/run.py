@@ -60,7 +60,7 @@ class Arrival(AtHand):
         if step.send.total or step.place.total:
             assert wire is not None, "one process has nobody to exchange with"
             sent = k.new_empty((step.send.total, width))
-            _copies(k).pack(sent, self.own, step, step.send.numbers, are_own=True)
+            _copies(k).gather(sent, self.own, None, step.send.numbers, step)
             what = f"{what}, {step.what}: K and V"
             self._transfer = wire.start(_wide(sent), step.send.counts, _wide(self._came), step.place.counts, what)
 
@@ -71,7 +71,7 @@ class Arrival(AtHand):
         if step is not None:
             B, _, heads, D = k.shape
             memory = k.new_empty((step.rows, heads, B, 2 * D))
-            _copies(k).assemble(memory, self.own, self._came, step)
+            _copies(k).gather(memory, self.own, self._came, step.sources, step)
             keys = memory.permute(2, 0, 1, 3)
             self.keys = keys[..., :D], keys[..., D:]
         # what came is copied: its memory is free for the step's results
@@ -92,7 +92,7 @@ class Returning:
         if step.place.total or step.send.total:
             assert wire is not None, "one process has nobody to exchange with"
             sent = k.new_empty((step.place.total, width))
-            _copies(k).pack(sent, grads, step, step.place.numbers, are_own=False)
+            _copies(k).gather(sent, grads, None, step.place.numbers, step, are_own=False)
             what = f"backward, {step.what}: dK and dV"
             self._transfer = wire.start(_wide(sent), step.place.counts, _wide(self._came), step.send.counts, what)
 
