@@ -1,5 +1,5 @@
-"""Computes a rank's query blocks on the keys of a step, with the block lists of a single process, whose key blocks are counted from the first
-of the step's memory.
+"""Computes a rank's query blocks on the keys of a step, with the block lists of a single process, whose key blocks are counted from the
+memory's first.
 
 A rank may hold a part of a query block: the launch then has whole blocks, and rows that the rank does not hold count for nothing.
 """
@@ -15,65 +15,33 @@ import torch
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
-from dilated_attention.distributed.block_exchange.plan import ascending_runs, block_steps, key_span, needed_keys, needs_of
+from dilated_attention.distributed.block_exchange.plan import (
+    ascending_runs,
+    block_steps,
+    key_span,
+    lists_of,
+    needed_keys,
+    needs_of,
+    query_blocks,
+)
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.exchange.computation import Computation, Masks, Part, StepParts, Tensors, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, Needed, RingBlockProblem, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
 from dilated_attention.distributed.exchange.run import AtHand
-from dilated_attention.distributed.exchange.setup import RingSetup, heads_of
+from dilated_attention.distributed.exchange.setup import RingSetup, check_branches, heads_of
 from dilated_attention.distributed.exchange.step import Pair, Step, make_step
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.blocks.lists import block_lists, select_rows
+from dilated_attention.engine.blocks.lists import select_rows
 from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.ops.prepare import make_plan, select_backend
+from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
-
-
-@dataclass(frozen=True, eq=False)
-class RankLists:
-    """The query blocks of a document of which a rank holds rows. ``positions``: (L,) of all rows of these blocks, held or not, from the
-    start of the document; ``lists``: the document's key blocks."""
-
-    document: int
-    positions: torch.Tensor
-    lists: BlockLists
-
-
-def rank_lists(ring_problem: RingBlockProblem, rank: int, device: torch.device) -> list[RankLists]:
-    found = []
-    block = ring_problem.pattern.q_block
-    for index, (start, end) in enumerate(ring_problem.documents):
-        length = end - start
-        runs: list[Range] = []
-        for low, high in ring_problem.shards[rank]:
-            low, high = max(low, start) - start, min(high, end) - start
-            if low >= high:
-                continue
-            rows = (low // block, -(-high // block))
-            # two runs that meet inside a block share this block
-            if runs and rows[0] <= runs[-1][1]:
-                runs[-1] = (runs[-1][0], rows[1])
-            else:
-                runs.append(rows)
-        if not runs:
-            continue
-        positions = torch.cat([torch.arange(first * block, min(last * block, length)) for first, last in runs])
-        first, last = runs[0][0], runs[-1][1]
-        lists = block_lists(
-            ring_problem.pattern, length, ring_problem.num_heads, first_query=first * block,
-            num_queries=min(last * block, length) - first * block, is_causal=ring_problem.is_causal, device=device,
-        )  # fmt: skip
-        if len(runs) > 1:
-            lists = select_rows(lists, torch.cat([torch.arange(*run) for run in runs]) - first)
-        found.append(RankLists(index, positions, lists))
-    return found
 
 
 def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
@@ -188,46 +156,51 @@ def make_block_steps(
     """Returns a rank's steps, what it computes of the blocks in each, and the span of keys that it gathers. ``head_steps``: key/value heads
     of each step; ``branches``: dilated branches on the same keys; ``settings``: of the blocks alone."""
     assert sum(head_steps) == ring_problem.num_kv_heads
-    needs, own = needs_of(ring_problem, device), torch.cat([torch.arange(0), *(torch.arange(*run) for run in ring_problem.shards[rank])])
-    lists = rank_lists(ring_problem, rank, device)
-    common = []
-    for document in lists:
-        positions = document.positions + ring_problem.documents[document.document][0]
-        at = torch.searchsorted(own, positions)
-        place = (own[at.clamp(max=len(own) - 1)] == positions).nonzero()[:, 0]
-        held = at[place]
-        whole = len(place) == len(positions)
-        rows: dict[str, Any] = {"rows": slice(int(held[0]), int(held[-1]) + 1), "place": None} if whole else {}
-        rows = rows or {"rows": held.to(device), "place": place.to(device)}
-        common.append({**rows, "positions": positions.to(device), "settings": settings})
-    span, ratio = key_span(ring_problem, needs, rank), ring_problem.num_heads // ring_problem.num_kv_heads
-    if branches is not None and span[1]:
+    needs, ratio = needs_of(ring_problem, device), ring_problem.num_heads // ring_problem.num_kv_heads
+    low, high = key_span(ring_problem, needs, rank)
+    if branches is not None and high:
         other = branch_span(branches, rank)
-        span = aligned_span(branches, (min(span[0], other.start), max(span[1], other.end)), ring_problem.pattern.k_block)
-    low, high = span
+        low, high = aligned_span(branches, (min(low, other.start), max(high, other.end)), ring_problem.pattern.k_block)
     documents = tuple((max(a, low) - low, min(b, high) - low) for a, b in ring_problem.documents if a < high and b > low)
 
-    steps, parts = [], []
+    steps, parts = [], [list[BlockPart]() for _ in head_steps]
     for index, kv_heads in enumerate(heads_of(head_steps)):
-        heads = kv_heads[0] * ratio, kv_heads[1] * ratio
 
         @functools.cache
         def needed(reader: int, kv_heads: Range = kv_heads) -> Needed:
             return needed_keys(ring_problem, needs, reader, kv_heads, branches)
 
-        steps.append(make_step(ring_problem.shards, rank, needed, kv_heads, span, f"heads {index + 1} of {len(head_steps)}", device))
-        parts.append(tuple(_part_of(ring_problem, part, span, heads, rows) for part, rows in zip(lists, common, strict=True)))
-    return tuple(steps), tuple(parts), KeySpan(*span, documents)
-
-
-def _part_of(ring_problem: RingBlockProblem, part: RankLists, span: Range, heads: Range, common: dict[str, Any]) -> BlockPart:
-    """Returns what is computed of a document on the keys at positions ``span``, which begin with a block of the document."""
-    start, end = ring_problem.documents[part.document]
-    lists = lists_of_heads(part.lists, heads)
-    low, high = max(start, span[0]), min(end, span[1])
-    if (low, high) != (start, end):
-        lists = lists_of_memory(lists, (low - start, high - start))
-    return BlockPart(heads=heads, key_rows=slice(low - span[0], high - span[0]), first_key=low, lists=lists, **common)
+        steps.append(make_step(ring_problem.shards, rank, needed, kv_heads, (low, high), f"heads {index + 1} of {len(head_steps)}", device))
+    own = torch.cat([torch.arange(0), *(torch.arange(*run) for run in ring_problem.shards[rank])])
+    for document in ring_problem.documents:
+        rows = query_blocks(ring_problem, rank, document)
+        if not len(rows):
+            continue
+        lists, (start, end), block = lists_of(ring_problem, document, device), document, ring_problem.pattern.q_block
+        if len(rows) < lists.num_rows:
+            lists = select_rows(lists, rows)
+        positions = (rows[:, None] * block + torch.arange(block)).flatten() + start
+        positions = positions[positions < end]
+        at = torch.searchsorted(own, positions)
+        place = (own[at.clamp(max=len(own) - 1)] == positions).nonzero()[:, 0]
+        held, is_whole = at[place], len(place) == len(positions)
+        keys = max(start, low), min(end, high)
+        common: dict[str, Any] = {
+            # whole blocks of one document lie side by side
+            "rows": slice(int(held[0]), int(held[-1]) + 1) if is_whole else held.to(device),
+            "place": None if is_whole else place.to(device),
+            "key_rows": slice(keys[0] - low, keys[1] - low),
+            "positions": positions.to(device),
+            "first_key": keys[0],
+            "settings": settings,
+        }
+        for some, step in zip(parts, steps, strict=True):
+            heads = step.kv_heads[0] * ratio, step.kv_heads[1] * ratio
+            of_step = lists_of_heads(lists, heads)
+            if keys != document:
+                of_step = lists_of_memory(of_step, (keys[0] - start, keys[1] - start))
+            some.append(BlockPart(heads=heads, lists=of_step if of_step.columns.device == device else of_step.on(device), **common))
+    return tuple(steps), tuple(map(tuple, parts)), KeySpan(low, high, documents)
 
 
 class BlocksAndBranches:
@@ -274,12 +247,10 @@ def make_block_setup(
     needs = needs_of(ring_problem, device)
     branches: RingProblem | None = None
     if settings.branches is not None:
-        for is_backward in (False, True) if settings.needs_grad else (False,):
-            views = (*tensors, q) if is_backward else tensors
-            make_plan(settings, views, is_backward, has_padding=padding is not None, num_keys=ring.seq_len)
+        check_branches(settings, tensors, ring.seq_len, has_padding=padding is not None)
         branches = RingProblem(settings.pattern, documents, held, *heads, settings.is_causal)
     # heads that run different branches are not divided
-    forced = 1 if branches is not None and branches.pattern.branch_heads != "all" else settings.sharding[-1]
+    forced = 1 if branches is not None and branches.pattern.branch_heads != "all" else ring.head_steps
     sizes, training = (k.shape[0], k.shape[3], k.element_size()), settings.needs_grad
     way = block_steps(ring_problem, needs, sizes, device_memory(device), branches, needs_grad=training, forced=forced)
     steps, parts, span = make_block_steps(ring_problem, me, way, device, branches, settings)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +17,10 @@ import torch
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, Wanted, union, wanted_keys
 from dilated_attention.distributed.exchange.setup import FLOPS, head_steps
 from dilated_attention.distributed.sharding.layout import Span, joined
+from dilated_attention.engine.blocks.lists import block_lists, building_device
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.pattern.blocks.base import Entries
-from dilated_attention.pattern.blocks.kept_blocks import BLOCKS_AT_ONCE
+from dilated_attention.pattern.blocks.base import divided
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +35,11 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class NeededBlocks:
-    """``kept``: bool (W, K or 1, C), whether a rank needs a key block for a key/value head (1 for all); ``pairs``: (W, K or 1) float64,
-    pairs in the kept blocks over all query heads of a key/value head; ``digest``: hash of the kept blocks, if patterns cannot be
-    compared."""
+    """``kept``: bool (W, K or 1, C), whether a rank needs a key block for a key/value head (1 for all); ``blocks``: the most blocks that a
+    rank computes, over all heads; ``digest``: hash of the lists, if patterns cannot be compared."""
 
     kept: torch.Tensor
-    pairs: torch.Tensor
+    blocks: float
     digest: str
 
     def of_heads(self, heads: Range) -> torch.Tensor:
@@ -61,46 +60,44 @@ def columns_of(ring_problem: RingBlockProblem) -> Columns:
     return Columns(torch.cat([none, *starts]), torch.cat([none, *ends]), tuple(first))
 
 
+def lists_of(ring_problem: RingBlockProblem, document: Range, device: torch.device) -> BlockLists:
+    """Returns the lists of a whole document, on the device or, where they are short, on the host: each rank's rows are chosen from them."""
+    pattern, length = ring_problem.pattern, document[1] - document[0]
+    where = building_device(pattern, length, length, ring_problem.num_heads, device)
+    return block_lists(pattern, length, ring_problem.num_heads, is_causal=ring_problem.is_causal, device=where)
+
+
+def query_blocks(ring_problem: RingBlockProblem, rank: int, document: Range) -> torch.Tensor:
+    """Returns the query blocks of a document of which a rank holds rows, ascending, each once."""
+    (start, end), block = document, ring_problem.pattern.q_block
+    inside = [(max(low, start) - start, min(high, end) - start) for low, high in ring_problem.shards[rank]]
+    runs = joined((low // block, -(-high // block)) for low, high in inside if low < high)
+    return torch.cat([torch.arange(0), *(torch.arange(*run) for run in runs)])
+
+
 @functools.lru_cache(maxsize=32)
 @torch.no_grad()
 def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBlocks:
-    """Computes the needs of all ranks, on the CPU; blocks are listed on ``device``."""
-    columns = columns_of(ring_problem)
+    """Computes the needs of all ranks from the lists of all; they are returned on the CPU."""
+    columns, pattern, ratio = columns_of(ring_problem), ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads
     # a pattern that is given by a density may differ between heads at one length but not at another
-    per_head = any(ring_problem.pattern.at(end - start).per_head for start, end in ring_problem.documents)
-    groups = ring_problem.num_heads if per_head else 1
-    C = columns.starts.shape[0]
-    kept = torch.zeros((ring_problem.size, groups, C), dtype=torch.bool, device=device)
-    pairs = torch.zeros((ring_problem.size, groups), dtype=torch.float64, device=device)
-    digest = hashlib.sha256() if ring_problem.pattern.lives_here else None
-    for index, (start, end) in enumerate(ring_problem.documents):
-        rows = torch.stack([_rows_held(ring_problem, spans, start, end) for spans in ring_problem.shards]).to(device)
-        for first_row, entries in entries_of(ring_problem, end - start, device):
-            column = columns.first[index] + entries.column
-            # keys of whole blocks, because kernels compute whole blocks
-            area = (end - start - entries.column * ring_problem.pattern.k_block).clamp(max=ring_problem.pattern.k_block).double()
-            if digest is not None:
-                said = torch.stack([entries.group, entries.row, entries.column, entries.full.long()])
-                digest.update(f"{first_row}:".encode() + said.cpu().numpy().tobytes())
-            for rank in range(ring_problem.size):
-                held = rows[rank][entries.row]
-                mine = held > 0
-                if entries.num_groups == groups:
-                    kept[rank, entries.group[mine], column[mine]] = True
-                    pairs[rank].index_add_(0, entries.group, held * area)
-                else:
-                    kept[rank, :, column[mine]] = True
-                    pairs[rank] += (held * area).sum()
-    kept, pairs = kept.cpu(), pairs.cpu()
-    ratio = ring_problem.num_heads // ring_problem.num_kv_heads
-    if groups > 1:
-        kept, pairs = (
-            kept.unflatten(1, (ring_problem.num_kv_heads, ratio)).any(2),
-            pairs.unflatten(1, (ring_problem.num_kv_heads, ratio)).sum(2),
-        )
-    else:
-        pairs = pairs * ratio
-    return NeededBlocks(kept, pairs, "" if digest is None else digest.hexdigest()[:16])
+    per_head = any(pattern.at(end - start).per_head for start, end in ring_problem.documents)
+    kept = torch.zeros((ring_problem.size, ring_problem.num_kv_heads if per_head else 1, len(columns.starts)), dtype=torch.bool)
+    blocks, digest = [0.0] * ring_problem.size, hashlib.sha256() if pattern.lives_here else None
+    for index, document in enumerate(ring_problem.documents):
+        lists = lists_of(ring_problem, document, device)
+        group, row = divided(lists.row_of_entry.cpu(), max(lists.num_rows, 1))
+        column = columns.first[index] + lists.columns.cpu().long()
+        for rank in range(ring_problem.size):
+            held = torch.zeros(lists.num_rows, dtype=torch.bool)
+            held[query_blocks(ring_problem, rank, document)] = True
+            mine = held[row]
+            kept[rank, group[mine] // ratio if lists.num_heads > 1 else slice(None), column[mine]] = True
+            blocks[rank] += int(mine.sum()) * ring_problem.num_heads / lists.num_heads
+        if digest is not None:
+            for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
+                digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
+    return NeededBlocks(kept, max(blocks), "" if digest is None else digest.hexdigest()[:16])
 
 
 def kept_runs(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, kv_heads: Range | None = None) -> list[Range]:
@@ -133,31 +130,6 @@ def key_span(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int) -> 
     return (min(low for low, _ in runs), max(high for _, high in runs)) if runs else (0, 0)
 
 
-def _rows_held(ring_problem: RingBlockProblem, spans: tuple[Range, ...], start: int, end: int) -> torch.Tensor:
-    """Returns how many positions of each query block of the document a rank holds, (query blocks of the document,)."""
-    block = ring_problem.pattern.q_block
-    held = torch.zeros(-(-(end - start) // block), dtype=torch.int64)
-    for low, high in spans:
-        low, high = max(low, start) - start, min(high, end) - start
-        if low < high:
-            rows = torch.arange(low // block, -(-high // block))
-            held[rows] += (rows * block + block).clamp(max=high) - (rows * block).clamp(min=low)
-    return held
-
-
-def entries_of(ring_problem: RingBlockProblem, length: int, device: torch.device) -> Iterator[tuple[int, Entries]]:
-    """Yields (first row, kept blocks) of a document, for some query blocks at a time."""
-    ring_problem.pattern.check(length, ring_problem.num_heads)
-    pattern = ring_problem.pattern.at(length)
-    pattern = pattern.causal() if ring_problem.is_causal else pattern
-    heads = tuple(range(ring_problem.num_heads)) if pattern.per_head else (0,)
-    whole = pattern.grid(length, None, device)
-    step = max(1, int(BLOCKS_AT_ONCE / (max(pattern.cost(whole), 1.0) * len(heads))))
-    for first in range(0, whole.num_rows, step):
-        grid = pattern.grid(length, (first, min(first + step, whole.num_rows)), device)
-        yield first, pattern.entries_of_heads(grid, heads)
-
-
 def ascending_runs(spans: tuple[Span, ...]) -> tuple[Range, ...]:
     """Returns runs of positions with neighbours as one and without empty ones; they must ascend, else blocks would not be in order."""
     runs = [(start, stop) for start, stop, step in spans if start < stop]
@@ -184,7 +156,7 @@ def block_steps(
     needed = [needed_keys(ring_problem, needs, rank, heads, branches) for rank in ranks]
     brought = max(x.count([(0, ring_problem.seq_len)]) / x.heads for x in needed)
     held = max(end - start for start, end in (key_span(ring_problem, needs, rank) for rank in ranks))
-    pairs = float(needs.pairs.sum(1).max()) * kv_heads / needs.pairs.shape[1]
+    pairs = needs.blocks * ring_problem.pattern.q_block * ring_problem.pattern.k_block
     if branches is not None:
         lengths = (end - start for start, end in branches.documents)
         whole = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)

@@ -87,18 +87,19 @@ def clear_block_lists() -> None:
 def _built(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
-    heads = num_heads if pattern.per_head else 1
-    blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * heads
-    # hundreds of operations on few numbers: a GPU's launches take longer than a CPU's work
-    on_host = device.type == "cuda" and blocks <= _MOST_ON_HOST and not pattern.lives_here
+    where = building_device(pattern, num_queries, num_keys, num_heads, device)
     lists = kept_blocks(
-        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal,
-        device="cpu" if on_host else device,
+        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=where
     )  # fmt: skip
     checked_total(lists.num_entries)
-    if device.type == "cuda":
-        lists = lists.on(device) if on_host else lists
-    return _marked(lists)
+    return _marked(lists if where == device else lists.on(device))
+
+
+def building_device(pattern: BlockPattern, num_queries: int, num_keys: int, num_heads: int, device: torch.device) -> torch.device:
+    """Returns where to build lists for a device. It takes hundreds of operations; on few numbers a GPU's launches take longer than a CPU's
+    work."""
+    blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * (num_heads if pattern.per_head else 1)
+    return torch.device("cpu") if blocks <= _MOST_ON_HOST and not pattern.lives_here else device
 
 
 def _marked(lists: BlockLists) -> BlockLists:
