@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.block_exchange.plan import (
     ascending_runs,
     block_steps,
@@ -26,10 +24,9 @@ from dilated_attention.distributed.block_exchange.plan import (
 )
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.exchange.computation import Computation, Masks, Part, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.computation import Layer, Masks, Part, StepParts, Tensors, parts_of
 from dilated_attention.distributed.exchange.plan import KeySpan, Needed, RingBlockProblem, RingProblem, aligned_span
 from dilated_attention.distributed.exchange.plan import key_span as branch_span
-from dilated_attention.distributed.exchange.run import AtHand
 from dilated_attention.distributed.exchange.setup import RingSetup, check_branches, heads_of
 from dilated_attention.distributed.exchange.step import Pair, Step, make_step
 from dilated_attention.distributed.sharding.layout import spans
@@ -203,38 +200,6 @@ def make_block_steps(
     return tuple(steps), tuple(map(tuple, parts)), KeySpan(low, high, documents)
 
 
-class BlocksAndBranches:
-    """A block pattern and dilated branches on the same keys: one softmax over the keys of both, merged by their log-sum-exps."""
-
-    def __init__(self, of_blocks: StepParts, of_branches: StepParts, *given: Any) -> None:
-        self.blocks, self.branches = Computation(of_blocks, *given), Computation(of_branches, *given)
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        (out, lse), (part, part_lse) = self.branches.results(), self.blocks.results()
-        merge_onto(out, lse.transpose(1, 2), part, part_lse.transpose(1, 2))
-        return out, lse
-
-    def dq(self) -> torch.Tensor:
-        return _sum(self.branches.dq(), self.blocks.dq())
-
-    def forward(self, index: int, arrival: AtHand) -> None:
-        self.blocks.forward(index, arrival)
-        self.branches.forward(index, arrival)
-
-    def backward(self, index: int, arrival: AtHand) -> Pair | None:
-        shares = self.blocks.backward(index, arrival)
-        more = self.branches.backward(index, arrival)
-        if shares is None or more is None:
-            return more if shares is None else shares
-        (dk, dv), (more_dk, more_dv) = shares, more
-        return _sum(dk, more_dk), _sum(dv, more_dv)
-
-
-def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Returns the sum, rounded once."""
-    return (one.to(accumulation_dtype(one.dtype)) + other).to(one.dtype)
-
-
 def make_block_setup(
     members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
 ) -> RingSetup:
@@ -258,15 +223,14 @@ def make_block_setup(
     for step, some in zip(steps, parts, strict=True):
         for part in some:
             _check_backends(part, step, q, k, padding is not None)
-    compute: Any = functools.partial(Computation, StepParts(parts, q, steps))
+    layers = [Layer(StepParts(parts, q, steps))]
     if branches is not None:
-        of_branches = tuple(parts_of(branches, settings, step, me, span) for step in steps)
-        compute = functools.partial(BlocksAndBranches, StepParts(parts, q, steps), StepParts(of_branches, q, steps))
+        layers.insert(0, Layer(StepParts([parts_of(branches, settings, step, me, span) for step in steps], q, steps)))
     return RingSetup(
         steps=steps,
         nbytes=sum({id(part.lists): part.lists.nbytes for some in parts for part in some}.values()),
         exchanges=any(x.pieces for x in everyone),
-        compute=compute,
+        layers=tuple(layers),
         digest=needs.digest,
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.distributed.exchange.run import AtHand
 from dilated_attention.distributed.exchange.step import Pair, Step
@@ -262,3 +263,99 @@ class Computation:
         if dq is not place:
             self._put(self.dq()[:, :, heads], 1, part, dq)
         return dk, dv
+
+
+class SparseRows:
+    """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …)."""
+
+    def __init__(self, step: int, offsets: tuple[int, ...], rows: int, device: torch.device) -> None:
+        """``rows``: n of the tensors."""
+        row = torch.arange(0, rows, step, device=device)[:, None] + torch.tensor(offsets, device=device)
+        head = torch.arange(len(offsets), device=device)
+        # in tensors (B, n, heads, D), and in statistics (B, heads, n)
+        self._index, self._of_stats = (slice(None), row, head), (slice(None), head[:, None], row.T.contiguous())
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the rows: (B, n/g, heads, D), or of statistics (B, heads, n) as (B, heads, n/g)."""
+        return x[self._index if x.dim() == 4 else self._of_stats]
+
+    def put(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        x[self._index if x.dim() == 4 else self._of_stats] = part
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Parts whose keys are some of a softmax's: for all rows of q, or those that ``rows`` chooses; ``is_home``: on the rank's own keys
+    alone, while others' are in flight."""
+
+    parts: StepParts
+    rows: SparseRows | None = None
+    is_home: bool = False
+
+    def chosen(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the layer's rows of a tensor of all."""
+        return x if self.rows is None or x is None else self.rows.of(x)
+
+
+class Work:
+    """What a pass computes, in layers: their results are merged by their log-sum-exps, their gradients added. ``rest``: see
+    ``Computation``. The first layer has all rows."""
+
+    def __init__(self, layers: Sequence[Layer], masks: Masks, q: torch.Tensor, rest: tuple[Any, ...] = ()) -> None:
+        self.layers = [(x, Computation(x.parts, masks, x.chosen(q), tuple(map(x.chosen, rest)))) for x in layers]  # type: ignore[arg-type]
+
+    def results(self) -> Pair:
+        """Returns (out, lse)."""
+        (_, first), *others = self.layers
+        out, lse = first.results()
+        for layer, work in others:
+            seen, seen_lse = layer.chosen(out), layer.chosen(lse)
+            part, part_lse = work.results()
+            merge_onto(seen, seen_lse.transpose(1, 2), part, part_lse.transpose(1, 2))  # type: ignore[arg-type,union-attr]
+            if layer.rows is not None:
+                layer.rows.put(out, seen)  # type: ignore[arg-type]
+                layer.rows.put(lse, seen_lse)  # type: ignore[arg-type]
+        return out, lse
+
+    def dq(self) -> torch.Tensor:
+        (_, first), *others = self.layers
+        dq = first.dq()
+        for layer, work in others:
+            total = added(layer.chosen(dq), work.dq())  # type: ignore[arg-type]
+            if layer.rows is None:
+                dq = total
+            else:
+                layer.rows.put(dq, total)
+        return dq
+
+    def home(self, keys: AtHand, is_backward: bool) -> Pair | None:
+        """Computes the layer that needs no other rank's keys, if there is one; in a backward returns the gradients of the rank's keys."""
+        for layer, work in self.layers:
+            if layer.is_home and not is_backward:
+                work.forward(0, keys)
+            elif layer.is_home:
+                # a rank without rows has no parts
+                return work.backward(0, keys) or (torch.zeros_like(keys.own[0]), torch.zeros_like(keys.own[1]))
+        return None
+
+    def forward(self, index: int, arrival: AtHand) -> None:
+        """Computes step ``index`` on its keys."""
+        for layer, work in self.layers:
+            if not layer.is_home:
+                work.forward(index, arrival)
+
+    def backward(self, index: int, arrival: AtHand) -> Pair | None:
+        """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
+        total: Pair | None = None
+        for layer, work in self.layers:
+            shares = None if layer.is_home else work.backward(index, arrival)
+            if total is not None and shares is not None:
+                total = added(total[0], shares[0]), added(total[1], shares[1])
+            else:
+                total = total or shares
+        return total
+
+
+def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns the sum, rounded once."""
+    return (one.to(accumulation_dtype(one.dtype)) + other).to(one.dtype)

@@ -7,20 +7,20 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.exchange.computation import Computation, QueryPart, StepParts, Tensors, parts_of
-from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
+from dilated_attention.distributed.exchange.computation import Layer, QueryPart, SparseRows, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.step import Step, make_step
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
 from dilated_attention.distributed.sharding.layout import joined, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.problems import Range
+from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
 from dilated_attention.validation import check_bool, check_counts
@@ -186,19 +186,16 @@ class RingSetup:
     Args:
         nbytes: bytes of its tables and lists.
         exchanges: whether any rank sends anything; alike on all ranks.
-        compute: begins a pass; takes ``Masks``, q, and in a backward the ``rest`` of a ``Computation``.
+        layers: of what a pass computes (``Work``).
         sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
-        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows``, and the steps of keys.
         digest: see ``NeededBlocks``.
     """
 
     steps: tuple[Step, ...]
     nbytes: int
     exchanges: bool
-    compute: Callable[..., Any]
+    layers: tuple[Layer, ...]
     sharding: ShardingPlan | None = None
-    home: Callable[..., Any] | None = None
-    query_rows: SparseRows | None = None
     digest: str = ""
 
 
@@ -215,6 +212,13 @@ def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
             _setups.clear()
         _setups[kind] = setup
     return setup
+
+
+def check_branches(settings: CallSettings, tensors: Tensors, num_keys: int, *, has_padding: bool) -> None:
+    """Raises BackendUnavailable if this rank has no kernels for some pass of dilated or dense attention."""
+    for is_backward in (False, True) if settings.needs_grad else (False,):
+        views = (*tensors, tensors[0]) if is_backward else tensors
+        make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys)
 
 
 def make_setup(
@@ -237,15 +241,14 @@ def make_setup(
     shards = tuple(sharding.ranges(rank) for rank in ranks)
     B, D = k.shape[0], k.shape[3]
     problem = RingProblem(pattern, documents, shards, q.shape[2], k.shape[2], settings.is_causal, settings.window_sides)
-    home: Callable[..., Any] | None = None
-    query_rows: SparseRows | None = None
+    layers, query_rows = list[Layer](), None
     sparse: tuple[int, tuple[int, ...]] | None = None
     # masks and dropout are by position, and detached mixing needs the outputs of all branches
     plain = padding is None and not settings.dropout_p and not settings.detached
     crossing = crossing_of(problem, 2 * B * k.shape[2] * D * k.element_size()) if plain and len(ranks) > 1 else None
     if crossing is not None:
         own = home_parts(problem, crossing.home, settings, place, first)
-        home, problem = functools.partial(Computation, StepParts((own,), q)), crossing.problem
+        layers, problem = [Layer(StepParts((own,), q), is_home=True)], crossing.problem
         query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q.shape[1], device), (crossing.step, crossing.kv_offsets)
         q = q[:, :: crossing.step]
     steps_of_heads: tuple[int, ...] = (k.shape[2],)
@@ -276,8 +279,6 @@ def make_setup(
         steps=tuple(steps),
         nbytes=sum({id(step.sources): step.nbytes for step in steps}.values()),
         exchanges=exchanges,
-        compute=functools.partial(Computation, StepParts(parts, q, steps)),
+        layers=(*layers, Layer(StepParts(parts, q, steps), query_rows)),
         sharding=None if sharding.given == sharding.used else sharding,
-        home=home,
-        query_rows=query_rows,
     )
