@@ -87,7 +87,7 @@ def balanced_layout(
     if not documents:
         return Layout(seq_len, ((),) * size)
     pairs = [pairs_of(one or DENSE, documents, num_heads, is_causal=is_causal, device=torch.device(device)) for one in patterns]
-    unit = max([1, *(max(one.block_size) for one in patterns if isinstance(one, BlockPattern))])
+    unit = max([1, *(max(one.q_block, one.k_block) for one in patterns if isinstance(one, BlockPattern))])
     dealer, best = Dealer(pairs, documents, size, unit), None
     for candidate in dealer.candidates(is_causal=is_causal):
         if best is None or candidate.imbalance < best.imbalance:

@@ -14,7 +14,6 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import new_lse
-from dilated_attention.distributed.block_exchange.parts import make_block_setup
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
@@ -39,11 +38,15 @@ MOST_BOUNDS = 8
 
 
 class ResolvedRing(ResolvedCall):
-    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
+    """Calls on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
 
-    name = "ring_attention"
     any_length = False
-    make_setup = staticmethod(make_setup)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        if not self.settings.blocks:
+            return "ring_attention"
+        return "ring_block_sparse_attention" if self.settings.branches is None else "ring_block_sparse_dilated_attention"
 
     @cached_property
     def ring(self) -> RingCall:
@@ -115,19 +118,10 @@ class ResolvedRing(ResolvedCall):
         return agreed, number
 
     def check_kernels(self, members: Members, ring: RingCall, bounds: tuple[int, ...] | None, inputs: tuple[Any, ...]) -> str:
-        """Raises BackendUnavailable if this rank has no kernels for some pass; else returns what must be equal on all ranks beside."""
-        check_branches(self.settings, inputs[:3], ring.seq_len, has_padding=inputs[3] is not None)
-        return ""
-
-
-class ResolvedRingBlocks(ResolvedRing):
-    """Calls of block-sparse attention on a sharded sequence. Which kernels they need follows from their lists."""
-
-    name = "ring_block_sparse_attention"
-    make_setup = staticmethod(make_block_setup)
-
-    def check_kernels(self, members: Members, ring: RingCall, bounds: tuple[int, ...] | None, inputs: tuple[Any, ...]) -> str:
-        return RingPass(self, members, ring, bounds, inputs).setup.digest
+        """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
+        if self.settings.branches is not None:
+            check_branches(self.settings, inputs[:3], ring.seq_len, has_padding=inputs[3] is not None)
+        return RingPass(self, members, ring, bounds, inputs).setup.digest if self.settings.blocks else ""
 
 
 class RingPass:
@@ -147,7 +141,7 @@ class RingPass:
         self.bounds = bounds
         tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
-        place = (call.make_setup, call.alive, members.rank, members.size, ring, bounds)
+        place = (call.alive, members.rank, members.size, ring, bounds)
         options = (call.settings, self.padding is None, torch.are_deterministic_algorithms_enabled())
         q, k, _ = self.tensors
         # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
@@ -158,7 +152,7 @@ class RingPass:
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
         documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
-        return self.call.make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
+        return make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
 
     def _move(self, what: str) -> None:
         """Gathers the padding of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
@@ -167,9 +161,8 @@ class RingPass:
             ring, size = self.ring, self.members.size
             rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
             whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
-            mine = self.padding.to(torch.uint8)[..., None]
-            (mask,) = reshard([mine], [rows], [whole], self.members.rank, self._wire(), "padding masks")
-            self.masks = self.masks._replace(padding=mask[..., 0].bool())
+            (mask,) = reshard([self.padding[..., None]], [rows], [whole], self.members.rank, self._wire(), "padding masks")
+            self.masks = self.masks._replace(padding=mask[..., 0])
             q, k, v = self.tensors
             # padding could spread NaN through sums
             self.tensors = (q, *without_padding(k, v, self.padding))
@@ -226,20 +219,11 @@ class RingPass:
         return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
-class ResolvedRingUnion(ResolvedRingBlocks):
-    """Calls of dilated branches and a block pattern together."""
-
-    name = "ring_block_sparse_dilated_attention"
-
-
 def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:
-    if not settings.blocks:
-        return record_of(ResolvedRing, q, k, padding, settings)
-    kind = ResolvedRingBlocks if settings.branches is None else ResolvedRingUnion
     # a record would keep the function or tensor of such a pattern alive
-    if (pattern := pattern_from_spec(settings.blocks)).lives_here:
-        return kind(settings, q.device.type, alive=pattern)
-    return record_of(kind, q, k, padding, settings)
+    if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).lives_here:
+        return ResolvedRing(settings, q.device.type, alive=pattern)
+    return record_of(ResolvedRing, q, k, padding, settings)
 
 
 def _new_whole(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
@@ -249,11 +233,11 @@ def _new_whole(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
 
 # what to use for second derivatives and forward mode
 _ALTERNATIVES = {
-    ResolvedRing: "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
-    ResolvedRingBlocks: "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
-    ResolvedRingUnion: "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities, "
-    "on one process",
+    "ring_attention": "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
+    "ring_block_sparse_attention": "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
+    "ring_block_sparse_dilated_attention": "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as "
+    "multiplicities, on one process",
 }
 ring_attention_op, ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op = (
-    define_attention(kind.name, resolve_ring, alternative, new_saved=_new_whole) for kind, alternative in _ALTERNATIVES.items()
+    define_attention(name, resolve_ring, alternative, new_saved=_new_whole) for name, alternative in _ALTERNATIVES.items()
 )

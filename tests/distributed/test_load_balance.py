@@ -102,16 +102,6 @@ def test_blocks_are_not_cut(bounds: list[int], size: int, is_causal: bool) -> No
     assert max(held(layout)) - min(held(layout)) < 2 * 128 and not any(start % 128 for start in starts)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "bounds", "size"),
-    [(LocalWindow(5), [0, 45, 49, 63, 65], 4), (Strided(4, block_size=(128, 64)), [0, 1076, 1867, 1918, 2156], 14)],
-)
-def test_processes_of_one_or_two_blocks_hold_each_position_once(pattern: BlockPattern, bounds: list[int], size: int) -> None:
-    """Zigzag's two cuts of such a process, each moved to the begin of a block, once passed each other."""
-    layout = balanced_layout(pattern, bounds[-1], size, cu_seqlens=bounds)
-    assert layout.size == size and sum(held(layout)) == bounds[-1]
-
-
 @pytest.mark.parametrize(("seed", "world"), [(0, 4), (1, 8), (2, 8), (3, 4)])
 def test_packed_documents_are_balanced_for_several_patterns_at_once(seed: int, world: int) -> None:
     bounds = drawn_documents(seed, median=(100.0, 400.0, 400.0, 2000.0)[seed], sigma=(2.0, 1.2, 1.8, 1.0)[seed])

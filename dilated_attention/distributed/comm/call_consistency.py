@@ -69,7 +69,7 @@ class RingCall(NamedTuple):
 
 def ring_call(settings: CallSettings) -> RingCall:
     """Returns the distributed part of a record."""
-    ring = RingCall(*settings.sharding, settings.seq_len)
+    ring = RingCall._make((*settings.sharding, settings.seq_len))
     if ring.exchange in ("ring", "2d"):
         registry.tell_once(f"ring: exchange={ring.exchange!r} runs as 'auto': the same keys in one exchange for some heads at a time")
         return ring._replace(exchange="auto")

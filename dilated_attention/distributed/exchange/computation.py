@@ -1,5 +1,5 @@
 """What a pass over the steps of an exchange computes: a rank's queries on the keys of each step, with the engine of a single process, and
-where the results go. Block-sparse attention has parts of its own (``block_exchange/parts.py``).
+where the results go. Block-sparse attention has parts of its own (``blocks.py``).
 
 A range of queries is a call with ``query_offset`` on the keys at hand, which are all that it sees. A part writes its rows of out and dq
 where they belong; what the parts contribute to the gradients of keys is added.
@@ -104,19 +104,16 @@ class QueryPart(Part):
 
 
 def parts_of(
-    problem: RingProblem, settings: CallSettings, step: Step, rank: int, span: KeySpan, first_head: int = 0
+    problem: RingProblem, settings: CallSettings, heads: Range, rank: int, span: KeySpan, first_head: int = 0
 ) -> tuple[QueryPart, ...]:
-    """Returns what a rank computes in a step on the keys of ``span``, the largest part first."""
-    ratio = problem.num_heads // problem.num_kv_heads
-    heads = step.kv_heads[0] * ratio, step.kv_heads[1] * ratio
-    found = []
+    """Returns what a rank computes in a step, for some query heads, on the keys of ``span``, the largest part first."""
+    common: dict[str, Any] = {"heads": heads, "problem": problem, "settings": settings, "first_head": first_head}
+    parts = []
     for rows, queries in rows_of(problem.shards[rank]):
-        mine = span.around(queries)
-        mine = mine.before(queries[1]) if problem.is_causal else mine
-        key_rows = slice(mine.start - span.start, mine.end - span.start)
-        found.append(QueryPart(rows=rows, heads=heads, key_rows=key_rows, problem=problem, settings=settings, queries=queries, span=mine,
-                               first_head=first_head))  # fmt: skip
-    return tuple(sorted(found, key=lambda part: part.span.start - part.span.end))
+        seen = span.seen_by(queries, problem.is_causal)
+        key_rows = slice(seen.start - span.start, seen.end - span.start)
+        parts.append(QueryPart(rows=rows, key_rows=key_rows, queries=queries, span=seen, **common))
+    return tuple(sorted(parts, key=lambda part: part.span.start - part.span.end))
 
 
 def narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:
