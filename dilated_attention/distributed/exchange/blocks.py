@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,6 @@ from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.pattern.blocks.base import divided
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
@@ -85,12 +85,11 @@ def lists_of(ring_problem: RingBlockProblem, document: Range, device: torch.devi
     return block_lists(pattern, length, ring_problem.num_heads, is_causal=ring_problem.is_causal, device=where)
 
 
-def query_blocks(ring_problem: RingBlockProblem, rank: int, document: Range) -> torch.Tensor:
-    """Returns the query blocks of a document of which a rank holds rows, ascending, each once."""
+def query_blocks(ring_problem: RingBlockProblem, rank: int, document: Range) -> tuple[Range, ...]:
+    """Returns the runs of query blocks of a document of which a rank holds rows, ascending and apart."""
     (start, end), block = document, ring_problem.pattern.q_block
     inside = [(max(low, start) - start, min(high, end) - start) for low, high in ring_problem.shards[rank]]
-    runs = joined((low // block, -(-high // block)) for low, high in inside if low < high)
-    return torch.cat([torch.arange(0), *(torch.arange(*run) for run in runs)])
+    return joined((low // block, -(-high // block)) for low, high in inside if low < high)
 
 
 @functools.lru_cache(maxsize=32)
@@ -104,14 +103,13 @@ def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBloc
     blocks, digest = [0.0] * ring_problem.size, hashlib.sha256() if pattern.lives_here else None
     for index, document in enumerate(ring_problem.documents):
         lists = lists_of(ring_problem, document, device)
-        group, row = divided(lists.row_of_entry.cpu(), max(lists.num_rows, 1))
-        column = columns.first[index] + lists.columns.cpu().long()
+        starts, column = lists.row_starts.tolist(), columns.first[index] + lists.columns.cpu().long()
         for rank in range(ring_problem.size):
-            held = torch.zeros(lists.num_rows, dtype=torch.bool)
-            held[query_blocks(ring_problem, rank, document)] = True
-            mine = held[row]
-            kept[rank, group[mine] // ratio if lists.num_heads > 1 else slice(None), column[mine]] = True
-            blocks[rank] += int(mine.sum()) * ring_problem.num_heads / lists.num_heads
+            # a run's blocks of one head lie side by side
+            for group, (low, high) in itertools.product(range(lists.num_heads), query_blocks(ring_problem, rank, document)):
+                first, last = starts[group * lists.num_rows + low], starts[group * lists.num_rows + high]
+                kept[rank, group // ratio if lists.num_heads > 1 else slice(None), column[first:last]] = True
+                blocks[rank] += (last - first) * ring_problem.num_heads / lists.num_heads
         if digest is not None:
             for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
                 digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
@@ -274,9 +272,9 @@ def held_documents(
     own, block = torch.cat([torch.arange(0), *(torch.arange(*run) for run in ring_problem.shards[rank])]), ring_problem.pattern.q_block
     found = []
     for document in ring_problem.documents:
-        rows = query_blocks(ring_problem, rank, document)
-        if not len(rows):
+        if not (runs := query_blocks(ring_problem, rank, document)):
             continue
+        rows = torch.cat([torch.arange(*run) for run in runs])
         lists, (start, end) = lists_of(ring_problem, document, device), document
         if len(rows) < lists.num_rows:
             lists = select_rows(lists, rows)

@@ -44,12 +44,6 @@ class ShardedProblem(Generic[P]):
     def seq_len(self) -> int:
         return self.documents[-1][1] if self.documents else 0
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether there is one branch with a single segment and dilation rate 1."""
-        pattern = self.pattern
-        return isinstance(pattern, DilatedPattern) and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= self.seq_len
-
 
 RingProblem = ShardedProblem[DilatedPattern]
 RingBlockProblem = ShardedProblem[BlockPattern]
