@@ -51,9 +51,9 @@ def balanced_layout(
     """Assigns positions to processes so that all of them finish at the same time.
 
     Every process gets the same number of positions, up to one unit: a position, or with block patterns a block. The candidates are
-    contiguous, zigzag, and documents that are dealt out, the longest first: long ones are cut into chunks or pairs of chunks, short ones
-    stay whole, so that their keys need not travel. The result is the first candidate whose processes have equal pairs (up to 3 %, for each
-    pattern); if there is none, the one with the most equal pairs.
+    contiguous shards, and documents that are dealt out, the longest first: long ones are cut into chunks or pairs of chunks that are
+    equally far from both ends (of one document: zigzag), short ones stay whole, so that their keys need not travel. The result is the first
+    candidate whose processes have equal pairs (up to 3 %, for each pattern); if there is none, the one with the most equal pairs.
 
     Args:
         pattern: what is computed: a block pattern that is determined by shapes alone, a ``DilatedPattern``, None for dense attention; or

@@ -12,7 +12,6 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,12 +28,12 @@ from dilated_attention import (
     shard_sequence,
     unshard_sequence,
 )
-from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.comm.watchdog import POLL
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients, sharded_cross_entropy
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.machine import worlds
 from tests.helpers.pool import Pool, here, patience
+from tests.helpers.traffic import Traffic, traffic
 
 # no multiple of anything: shards differ in length
 N = 27
@@ -152,23 +151,6 @@ def mean_of_all_rows_targets(mesh: Any) -> None:
     assert sharded_cross_entropy(hidden[rank], weight, torch.full_like(targets[rank], -100)) == 0
 
 
-@contextmanager
-def counted_exchanges() -> Iterator[list[str]]:
-    """What was sent and received in the block: one entry an exchange, whichever way it takes."""
-    started: list[str] = []
-    begin = Wire.start
-
-    def counting(self: Wire, *args: Any) -> Any:
-        started.append(args[-1])
-        return begin(self, *args)
-
-    Wire.start = counting  # type: ignore[method-assign]
-    try:
-        yield started
-    finally:
-        Wire.start = begin  # type: ignore[method-assign]
-
-
 def step_of(layer: nn.Module, x: torch.Tensor, call: Callable[..., Any]) -> list[torch.Tensor]:
     """(out, dx, parameter gradients) of one step."""
     x = x.detach().requires_grad_()
@@ -188,18 +170,21 @@ def activation_checkpointing(mesh: Any) -> None:
         is_ring = op is torch.ops.dilated_attention.ring_attention.default
         return CheckpointPolicy.MUST_SAVE if is_ring else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def moved(of: Traffic) -> int:
+        return of.sent + of.received
+
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    with counted_exchanges() as forward:
+    with traffic() as forward:
         plain(x)
-    with counted_exchanges() as without:
+    with traffic() as without:
         expected = step_of(layer, x, plain)
-    with counted_exchanges() as full:
+    with traffic() as full:
         recomputed = step_of(layer, x, lambda x: checkpoint(plain, x, use_reentrant=False))
-    with counted_exchanges() as selective:
+    with traffic() as selective:
         kept = step_of(layer, x, lambda x: checkpoint(plain, x, use_reentrant=False, context_fn=contexts))
-    assert forward
-    assert len(full) == len(without) + len(forward)
-    assert selective == without
+    assert moved(forward)
+    assert moved(full) == moved(without) + moved(forward)
+    assert moved(selective) == moved(without)
     for got in (recomputed, kept):
         assert all(map(torch.equal, got, expected))
 

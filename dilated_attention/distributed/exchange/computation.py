@@ -133,39 +133,31 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
 
 
 class StepParts:
-    """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head; those whose
-    keys are all the rank's own come first, since they need not wait, and read these where they are (``key_rows``). ``places``: the rows of
-    the memory that are a part's keys."""
+    """What a rank computes in each step, for calls alike; q is (B, n, H, D). ``parts``: of each step (part, the rows of the memory that are
+    its keys, whether these are all the rank's own). No two parts of a step share a row of a head; those on own keys come first, since they
+    need not wait, and read these where they are (``key_rows``)."""
 
     def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor, steps: Sequence[Step] = ()) -> None:
         self.acc = accumulation_dtype(q.dtype)
-        self.parts: list[list[Part]] = []
-        self.places: list[list[slice]] = []
-        # of each step, how many parts need nothing that arrives
-        self.at_once: list[int] = []
+        self.parts: list[list[tuple[Part, slice, bool]]] = []
         for index, some in enumerate(parts):
             local = [(part, steps[index].local(part.key_rows) if steps else part.key_rows) for part in some]
-            own = [(part, rows) for part, rows in local if rows is not None]
-            others = [part for part, rows in local if rows is None]
-            self.parts.append([*(replace(part, key_rows=rows) for part, rows in own), *others])
-            self.places.append([part.key_rows for part in (*(part for part, _ in own), *others)])
-            self.at_once.append(len(own))
+            placed = [(part if own is None else replace(part, key_rows=own), part.key_rows, own is not None) for part, own in local]
+            self.parts.append(sorted(placed, key=lambda x: not x[2]))
         # of the memory; of the rank's own rows, if these are all
         self.rows = [step.rows for step in steps]
-        only = self.parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
+        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether one part's results are all there are
         self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
         # the sum of two shares in a key's gradient is rounded once, whatever its dtype; that of more must not be at each of them
-        self.sums = [self.acc if _most_at_once(places) > 2 else q.dtype for places in self.places]
+        self.sums = [self.acc if _most_at_once([part.key_rows for part in some]) > 2 else q.dtype for some in parts]
 
     def ready(self, index: int, arrival: AtHand) -> Iterator[tuple[Part, slice, Pair]]:
         """Yields (part, its rows of the memory, the K and V that it reads) of a step, those that wait for keys last."""
-        for number, (part, place) in enumerate(zip(self.parts[index], self.places[index], strict=True)):
-            if number < self.at_once[index]:
-                yield part, place, arrival.own
-                continue
-            arrival.wait()
-            yield part, place, arrival.keys
+        for part, place, is_own in self.parts[index]:
+            if not is_own:
+                arrival.wait()
+            yield part, place, arrival.own if is_own else arrival.keys
 
 
 def _most_at_once(rows: Sequence[slice]) -> int:
