@@ -1,12 +1,8 @@
 """Layouts whose processes have equal work: of packed documents, and of several kinds of layers at once.
 
-Work is counted as query-key pairs, by a function P(x), the pairs of all queries before position x, so those of a run [a, b) are
-P(b) − P(a). Of a causal dense document, x positions have x(x + 1)/2 pairs; a branch (w, r) of a dilated pattern has
-
-    P(x) = Σ_h ⌊x/w⌋ · f(t(w)) + f(t(x mod w)),    f(t) = t(t + 1)/2,    t(n) = ⌊n/r⌋ + [o_h < n mod r], positions taken among n
-
-so that the sum over heads needs but the number of heads with o_h < m, for each m. Where not causal, x positions of L have x · L pairs, and
-f is t(x mod w) times the positions taken in the segment. Block patterns are counted block by block, since kernels compute blocks whole.
+Work is counted as query-key pairs, as means over heads: a causal dense query at position x of its document has x + 1; a head of a branch
+(w, r) that takes position x has as many as it takes of the x mod w positions before it in the segment and itself. Of block patterns the
+blocks count whole, as kernels compute them.
 
 Loads are rows (positions, pairs of each kind of layer), in shares of what a process holds on average: 1 is even.
 """
@@ -17,19 +13,16 @@ import bisect
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from dilated_attention.distributed.block_exchange.plan import entries_of
-from dilated_attention.distributed.exchange.plan import RingBlockProblem
 from dilated_attention.distributed.sharding.custom_layout import Layout
 from dilated_attention.distributed.sharding.layout import joined
+from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import document_ranges
 from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
-from dilated_attention.pattern.blocks.base import Entries
 from dilated_attention.pattern.checks import MAX_RANKS, as_int, as_int_tuple, check_bool
 
 AnyPattern = BlockPattern | DilatedPattern | None
@@ -58,9 +51,9 @@ def balanced_layout(
     """Assigns positions to processes so that all of them finish at the same time.
 
     Every process gets the same number of positions, up to one unit: a position, or with block patterns a block. The candidates are
-    contiguous, zigzag, and documents that are dealt out, the longest first: long ones are cut into chunks or pairs of chunks, short ones
-    stay whole, so that their keys need not travel. The result is the first candidate whose processes have equal pairs (up to 3 %, for each
-    pattern); if there is none, the one with the most equal pairs.
+    contiguous shards, and documents that are dealt out, the longest first: long ones are cut into chunks or pairs of chunks that are
+    equally far from both ends (of one document: zigzag), short ones stay whole, so that their keys need not travel. The result is the first
+    candidate whose processes have equal pairs (up to 3 %, for each pattern); if there is none, the one with the most equal pairs.
 
     Args:
         pattern: what is computed: a block pattern that is determined by shapes alone, a ``DilatedPattern``, None for dense attention; or
@@ -90,17 +83,13 @@ def balanced_layout(
     seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1, maximum=MAX_RANKS)
     num_heads = as_int("num_heads", num_heads, minimum=1)
     check_bool("is_causal", is_causal)
-    documents = Documents(_documents(cu_seqlens, seq_len))
-    if not documents.ranges:
+    documents = _documents(cu_seqlens, seq_len)
+    if not documents:
         return Layout(seq_len, ((),) * size)
-    works = [
-        BlockWork(one, documents, num_heads, is_causal=is_causal, device=torch.device(device))
-        if isinstance(one, BlockPattern)
-        else BranchWork(one or DENSE, documents, num_heads, is_causal=is_causal)
-        for one in patterns
-    ]
-    best: Layout | None = None
-    for candidate in Dealer(works, documents, size).candidates(paired=is_causal):
+    pairs = [pairs_of(one or DENSE, documents, num_heads, is_causal=is_causal, device=torch.device(device)) for one in patterns]
+    unit = max([1, *(max(one.q_block, one.k_block) for one in patterns if isinstance(one, BlockPattern))])
+    dealer, best = Dealer(pairs, documents, size, unit), None
+    for candidate in dealer.candidates(is_causal=is_causal):
         if best is None or candidate.imbalance < best.imbalance:
             best = candidate
         if best.imbalance <= BALANCED:
@@ -109,70 +98,83 @@ def balanced_layout(
     return best
 
 
-class Documents:
-    """Packed documents [start, end), which partition a sequence; none is empty."""
+def pairs_of(
+    pattern: BlockPattern | DilatedPattern, documents: Sequence[Range], num_heads: int, *, is_causal: bool, device: torch.device
+) -> torch.Tensor:
+    """Returns the pairs of the query at each position, (N,) float64 on the CPU, as means over heads."""
+    lengths = [end - start for start, end in documents]
+    if isinstance(pattern, BlockPattern):
+        return _pairs_of_blocks(pattern, lengths, num_heads, is_causal, device)
+    longest, each = torch.arange(max(lengths), dtype=torch.int32), torch.tensor(lengths)
+    # positions in a document; a causal query has as many pairs in every document
+    positions = longest if is_causal else torch.cat([longest[:length] for length in lengths])
+    total = torch.zeros(positions.shape, dtype=torch.float64)
+    for (segment, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
+        counts = torch.bincount(torch.tensor([offset for offset in offsets if offset != NOT_IN_BRANCH], dtype=torch.int64), minlength=rate)
+        segment = min(segment, len(longest))
+        inside = positions % segment
+        # a head that takes the position takes every ``rate`` before and behind it
+        taken = inside // rate + 1
+        if not is_causal:
+            behind = each.repeat_interleave(each) - positions
+            taken += (torch.minimum(behind, segment - inside) - 1) // rate
+        total += counts[inside % rate] * taken
+    total /= num_heads
+    return torch.cat([total[:length] for length in lengths]) if is_causal else total
 
-    def __init__(self, ranges: tuple[Range, ...]) -> None:
-        self.ranges = ranges
-        self.starts, self.ends = (torch.tensor([x[i] for x in ranges], dtype=torch.int64) for i in (0, 1))
 
-    def place(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (index of the document, position in it); the last document's end counts as its own."""
-        index = (torch.bucketize(positions, self.starts, right=True) - 1).clamp(min=0)
-        return index, positions - self.starts[index]
+def _pairs_of_blocks(pattern: BlockPattern, lengths: Sequence[int], num_heads: int, is_causal: bool, device: torch.device) -> torch.Tensor:
+    @functools.cache
+    def of_length(length: int) -> torch.Tensor:
+        """Returns the pairs of a document's queries, with the keys of whole blocks."""
+        lists = block_lists(pattern, length, num_heads, is_causal=is_causal, device=device)
+        blocks = lists.row_starts.diff().view(lists.num_heads, -1).double().mean(0).cpu()
+        return (blocks * pattern.k_block).repeat_interleave(pattern.q_block)[:length]
+
+    # the rows of a causal pattern that is the same in every sequence are the first of the longest document's; a block of more queries than
+    # keys may hold keys behind a document's last
+    longest = max(lengths)
+    if is_causal and pattern.is_prefix_stable and pattern.q_block <= pattern.k_block and not pattern.at(longest).per_head:
+        return torch.cat([of_length(longest)[:length] for length in lengths])
+    return torch.cat([of_length(length) for length in lengths])
 
 
 class Dealer:
     """Deals positions out to processes; documents are cut at multiples of ``unit``, counted from each document's first position."""
 
-    def __init__(self, works: Sequence[BranchWork | BlockWork], documents: Documents, size: int) -> None:
-        self.size, self.documents, self.unit = size, documents.ranges, max(work.unit for work in works)
-        self.seq_len = self.documents[-1][1]
-        self._starts = [start for start, _ in self.documents]
-        totals = [float(work.pairs_before(torch.tensor([self.seq_len]))) for work in works]
-        assert all(map(math.isfinite, totals)), "pairs overflow"
-        # a pattern that keeps nothing is even anyhow
-        self._kinds = [(work, total / size) for work, total in zip(works, totals, strict=True) if total]
+    def __init__(self, pairs: Sequence[torch.Tensor], documents: Sequence[Range], size: int, unit: int) -> None:
+        self.documents, self.size, self.unit, self.seq_len = documents, size, unit, documents[-1][1]
+        self._starts = [start for start, _ in documents]
+        assert all(bool(x.sum().isfinite()) for x in pairs), "pairs overflow"
+        # of each kind the pairs before a position, and what a process holds on average; a pattern that keeps nothing is even anyhow
+        before = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in pairs]
+        self._kinds = [(x, float(x[-1]) / size) for x in before if x[-1]]
 
-    def candidates(self, *, paired: bool) -> Iterator[Layout]:
+    def candidates(self, *, is_causal: bool) -> Iterator[Layout]:
         """Yields layouts, those of few and long runs first."""
-        yield self._layout(self._contiguous())
-        yield self._layout(self._zigzag())
+        whole = -(-self.seq_len // self.unit) * self.unit
+        yield self._layout([[run] for run in itertools.pairwise(self._cut(whole * rank // self.size) for rank in range(self.size + 1))])
         for largest in LARGEST:
-            yield self._layout(self._dealt(largest, paired))
+            for paired in (True,) if is_causal else (False, True):
+                yield self._layout(self._dealt(largest, paired))
 
     def _layout(self, shards: Sequence[Runs]) -> Layout:
         runs = tuple(joined(sorted(mine)) for mine in shards)
         pairs = torch.stack([self._loads(mine).sum(0) for mine in runs])[:, 1:]
-        return Layout(self.seq_len, runs, max(1.0, float(pairs.max())) if self._kinds else 1.0)
+        return Layout(self.seq_len, runs, max([1.0, *pairs.flatten().tolist()]))
 
     def _loads(self, runs: Sequence[Range]) -> torch.Tensor:
-        """Returns the positions and the pairs of each pattern of runs (runs, 1 + patterns), in shares of a process's mean."""
-        starts, ends = (torch.tensor([run[i] for run in runs], dtype=torch.int64) for i in (0, 1))
-        columns = [(ends - starts).double() * (self.size / self.seq_len)]
-        columns += [(work.pairs_before(ends) - work.pairs_before(starts)) / mean for work, mean in self._kinds]
-        return torch.stack(columns, 1)
+        """Returns the loads of runs, (runs, 1 + patterns)."""
+        starts, ends = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
+        pairs = [(before[ends] - before[starts]) / mean for before, mean in self._kinds]
+        return torch.stack([(ends - starts).double() * (self.size / self.seq_len), *pairs], 1)
 
-    def _before(self, position: int) -> int:
+    def _cut(self, position: int) -> int:
         """Returns the last place for a cut at a position or before it."""
         if position >= self.seq_len:
             return self.seq_len
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]
         return start + (position - start) // self.unit * self.unit
-
-    def _contiguous(self) -> list[Runs]:
-        """Returns one run for each process, all equally long up to a unit."""
-        whole = -(-self.seq_len // self.unit) * self.unit
-        return [[run] for run in itertools.pairwise(self._before(whole * rank // self.size) for rank in range(self.size + 1))]
-
-    def _zigzag(self) -> list[Runs]:
-        """Returns for each process two runs that are equally far from both ends, together equally long up to a unit."""
-        size, whole = self.size, -(-self.seq_len // self.unit) * self.unit
-        front = [self._before(whole * rank // (2 * size)) for rank in range(size + 1)]
-        ends = [self._before(whole + first - whole * rank // size) for rank, first in enumerate(front)]
-        # where a process holds a block or two, a place before may be behind the next process's
-        back = list(itertools.accumulate(reversed(ends), max))[::-1]
-        return [[(front[r], front[r + 1]), (back[r + 1], back[r])] for r in range(size)]
 
     def _dealt(self, largest: float, paired: bool) -> list[Runs]:
         """Deals pieces out, the largest first, each to the process where the sum of all loads' squares grows least."""
@@ -213,9 +215,9 @@ class Dealer:
         return True
 
     def _pieces(self, largest: float, paired: bool) -> list[Runs]:
-        """Cuts documents with more than the largest load of some kind into chunks, or pairs of the i-th and the i-th last of 2k, all with
+        """Cuts documents with more than the largest load of some kind into chunks, or pairs of chunks equally far from both ends, all with
         as many causal pairs. Short neighbours form one piece."""
-        found: list[Runs] = []
+        pieces: list[Runs] = []
         # the loads of the last piece, if it is one of short neighbours
         small: torch.Tensor | None = None
         for (start, end), load in zip(self.documents, self._loads(self.documents), strict=True):
@@ -223,18 +225,21 @@ class Dealer:
             if most <= largest:
                 small = load if small is None else small + load
                 if small is load or float(small.max()) > SMALL * largest:
-                    found.append([])
+                    pieces.append([])
                     small = load
-                found[-1].append((start, end))
+                pieces[-1].append((start, end))
                 continue
-            small, count = None, math.ceil(most / largest)
+            small, count, units = None, math.ceil(most / largest), -(-(end - start) // self.unit)
             # as many on each process
             count = -(-count // self.size) * self.size if count > self.size / 2 else count
-            chunks = 2 * count if paired else count
-            bounds = [start + (end - start) * i // (chunks * self.unit) * self.unit for i in range(chunks)]
-            runs = list(itertools.pairwise([*bounds, end]))
-            found += [[run for run in ({runs[i], runs[-1 - i]} if paired else {runs[i]}) if run[0] < run[1]] for i in range(count)]
-        return found
+            # rounded up, since a document's last unit may be short
+            together = [-(-units * i // count) for i in range(count + 1)]
+            front = [-(-units * i // (2 * count)) for i in range(count + 1)] if paired else together
+            for i in range(count):
+                back = (units - together[i + 1] + front[i + 1], units - together[i] + front[i])
+                chunks = [(start + low * self.unit, min(start + high * self.unit, end)) for low, high in ((front[i], front[i + 1]), back)]
+                pieces.append([run for run in chunks[: 1 + paired] if run[0] < run[1]])
+        return pieces
 
     def _even_out(self, dealt: list[Runs]) -> None:
         """Moves ends of the longest runs, in place, until the numbers of positions of processes differ by at most a unit."""
@@ -250,94 +255,6 @@ class Dealer:
             dealt[low].append((start, cut))
             dealt[high] += [(cut, end)] if cut < end else []
             counts[high], counts[low] = counts[high] - (cut - start), counts[low] + (cut - start)
-
-
-class BranchWork:
-    """The pairs of a dense or dilated pattern, as means over heads."""
-
-    unit = 1
-
-    def __init__(self, pattern: DilatedPattern, documents: Documents, num_heads: int, *, is_causal: bool) -> None:
-        self.documents, self.num_heads, self.is_causal = documents, num_heads, is_causal
-        # of each branch (w, r, for each m ≤ r how many heads have an offset below m), float64, as squares of long sequences overflow int64
-        self._branches: list[tuple[int, int, torch.Tensor]] = []
-        for (length, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
-            count = Counter(offset for offset in offsets if offset != NOT_IN_BRANCH)
-            below = list(itertools.accumulate((count[m] for m in range(rate)), initial=0))
-            self._branches.append((length, rate, torch.tensor(below, dtype=torch.float64)))
-        lengths = documents.ends - documents.starts
-        whole = self._of_document(lengths, lengths)
-        self._before = whole.cumsum(0) - whole
-
-    def pairs_before(self, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the pairs, float64, of all queries before each of the positions."""
-        index, x = self.documents.place(positions)
-        return self._before[index] + self._of_document(x, (self.documents.ends - self.documents.starts)[index])
-
-    def _of_document(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Returns the pairs of the first x queries of documents."""
-        total = torch.zeros(x.shape, dtype=torch.float64)
-        for w, rate, below in self._branches:
-            full, segment = torch.div(x, w, rounding_mode="floor"), torch.tensor(w)
-            last = segment if self.is_causal else (length - full * w).clamp(max=w)
-            # an int64 tensor times a number is float32, in which the pairs of a dense pattern overflow
-            total += full.double() * self._of_segment(segment, segment, rate, below) + self._of_segment(x - full * w, last, rate, below)
-        return total / self.num_heads
-
-    def _of_segment(self, n: torch.Tensor, of: torch.Tensor, rate: int, below: torch.Tensor) -> torch.Tensor:
-        """Returns Σ_h t(n) t(of), or where causal Σ_h t(n)(t(n) + 1)/2."""
-        (a, x), (b, y) = (((whole := torch.div(m, rate, rounding_mode="floor")).double(), m - whole * rate) for m in (n, of))
-        if self.is_causal:
-            # a head that takes one position more has t + 1 pairs more
-            return below[-1] * a * (a + 1) / 2 + below[x] * (a + 1)
-        return below[-1] * a * b + a * below[y] + b * below[x] + below[torch.minimum(x, y)]
-
-
-class BlockWork:
-    """The pairs of a block pattern, as means over heads, of each ``unit`` = max(q_block, k_block) positions of a document."""
-
-    def __init__(self, pattern: BlockPattern, documents: Documents, num_heads: int, *, is_causal: bool, device: torch.device) -> None:
-        self.unit, self.documents = max(pattern.q_block, pattern.k_block), documents
-        lengths = documents.ends - documents.starts
-        # (documents + 1,) the first unit of each document
-        self._first = torch.nn.functional.pad((-(-lengths // self.unit)).cumsum(0), (1, 0))
-        # the number of different block lists is 1 or the number of heads
-        pairs, self.groups = torch.zeros(int(self._first[-1]), dtype=torch.float64, device=device), 1
-        lengths, first = lengths.to(device), self._first.to(device)
-        for document, x in _listed(pattern, lengths, num_heads, is_causal=is_causal):
-            queries = (lengths[document] - x.row * pattern.q_block).clamp(max=pattern.q_block)
-            keys = (lengths[document] - x.column * pattern.k_block).clamp(max=pattern.k_block)
-            pairs.index_add_(0, first[document] + x.row * pattern.q_block // self.unit, (queries * keys).double())
-            self.groups = max(self.groups, x.num_groups)
-        self._before = torch.nn.functional.pad(pairs.cpu().cumsum(0), (1, 0)) / self.groups
-
-    def pairs_before(self, positions: torch.Tensor) -> torch.Tensor:
-        """See ``BranchWork``; of positions where units begin or documents end."""
-        index, x = self.documents.place(positions)
-        return self._before[self._first[index] - (-x // self.unit)]
-
-
-def _listed(pattern: BlockPattern, lengths: torch.Tensor, num_heads: int, *, is_causal: bool) -> Iterator[tuple[torch.Tensor, Entries]]:
-    """Yields the kept blocks of documents of these lengths, with the index of each block's document."""
-
-    @functools.cache
-    def of_length(length: int) -> list[Entries]:
-        problem = RingBlockProblem(pattern, ((0, length),), (((0, length),),), num_heads, 1, is_causal)
-        return [entries for _, entries in entries_of(problem, length, lengths.device)]
-
-    longest = of_length(int(lengths.max()))
-    # the rows of a causal pattern that is the same in every sequence are the first of the longest document's; a block of more queries than
-    # keys may hold keys behind a document's last
-    if is_causal and pattern.is_prefix_stable and pattern.q_block <= pattern.k_block and len(longest) == longest[0].num_groups == 1:
-        (x,) = longest
-        counts = torch.searchsorted(x.row, -(-lengths // pattern.q_block))
-        document = torch.repeat_interleave(counts)
-        index = torch.arange(len(document), device=lengths.device) - (counts.cumsum(0) - counts)[document]
-        yield document, Entries(x.group[index], x.row[index], x.column[index], x.full[index], x.key[index], 1)
-        return
-    for i, length in enumerate(lengths.tolist()):
-        for entries in of_length(length):
-            yield torch.full_like(entries.row, i), entries
 
 
 def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:

@@ -7,7 +7,6 @@ time in the recomputation."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,59 +14,56 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import new_lse
-from dilated_attention.distributed.block_exchange.parts import make_block_setup
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import sessions
 from dilated_attention.distributed.comm.watchdog import session_of
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.computation import Masks, Tensors
-from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, make_setup
+from dilated_attention.distributed.exchange.computation import Masks, Tensors, Work
+from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, check_branches, make_setup
 from dilated_attention.distributed.exchange.step import Pair
 from dilated_attention.distributed.sharding.layout import spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
 from dilated_attention.engine.branches.launches import without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
-from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
+from dilated_attention.engine.ops.prepare import kernel_ready, new_like
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 
-# what the calls of one record have found, over the last batches of packed documents; at this many, all of it is forgotten
-MOST_KNOWN = 8
+# sets of documents, or None, for which a record remembers what the ranks agreed on; at this many, all of it is forgotten
+MOST_BOUNDS = 8
 
 
 class ResolvedRing(ResolvedCall):
-    """Calls of dilated or dense attention on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
+    """Calls on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
 
-    name = "ring_attention"
     any_length = False
-    make_setup = staticmethod(make_setup)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        if not self.settings.blocks:
+            return "ring_attention"
+        return "ring_block_sparse_attention" if self.settings.branches is None else "ring_block_sparse_dilated_attention"
 
     @cached_property
     def ring(self) -> RingCall:
         return ring_call(self.settings)
 
     @cached_property
-    def known(self) -> dict[Any, Any]:
-        """What calls of this record have found, by the bounds of their documents: what the ranks agreed on, and setups."""
+    def agreed(self) -> dict[Any, Agreed]:
+        """What the ranks agreed on in calls of this record, by the bounds of their documents."""
         return {}
-
-    def keep(self, key: object, found: Any) -> None:
-        """Adds to ``known``. Documents differ from batch to batch, so only the last ones are kept."""
-        if len(self.known) >= MOST_KNOWN:
-            self.known.clear()
-        self.known[key] = found
 
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         members, ring = members_named(self.ring.group_name), self.ring
         bounds = None if inputs[4] is None else bounds_of(inputs[4])
         session = None if members.group is None else sessions.get(members.group)
-        agreed, number = self.known.get(("agreed", bounds), _NOTHING), 0
+        agreed, number = self.agreed.get(bounds), 0
         # the group's dictionary is another one after its ranks have forgotten what they agreed on
-        if agreed.among is (session.agreed if session is not None else members.group):
+        if agreed is not None and agreed.among is (session.agreed if session is not None else members.group):
             if session is not None:
                 if session.failed is not None:
                     session.check()
@@ -76,8 +72,10 @@ class ResolvedRing(ResolvedCall):
             agreed, number = self.agree(members, inputs, bounds)
             if ring.seq_len >= 0:
                 # later calls skip this; not where the ranks have to ask each other for N
-                self.keep(("agreed", bounds), agreed)
-            ring = of_length(ring, agreed.seq_len)
+                if len(self.agreed) >= MOST_BOUNDS:
+                    self.agreed.clear()
+                self.agreed[bounds] = agreed
+            ring = ring._replace(seq_len=agreed.seq_len)
         if inputs[0].shape[0]:
             out, lse = RingPass(self, members, ring, bounds, inputs).forward()
         else:
@@ -97,54 +95,33 @@ class ResolvedRing(ResolvedCall):
         if not inputs[0].shape[0]:
             return tuple(new_like(x) for x in inputs[:3])
         bounds = None if inputs[4] is None else bounds_of(inputs[4])
-        return RingPass(self, members, of_length(self.ring, N), bounds, inputs, dout, out).backward(lse, dlse)
+        return RingPass(self, members, self.ring._replace(seq_len=N), bounds, inputs, dout, out).backward(lse, dlse)
 
     def agree(self, members: Members, inputs: tuple[Any, ...], bounds: tuple[int, ...] | None) -> tuple[Agreed, int]:
         """Returns what the ranks agree on and the number of the call, counted from 1 on its group; 0 in one process. They make the same
         call, all have kernels, and nothing has been sent by then; else BackendUnavailable (this rank has none) or ValueError."""
         unavailable: list[BackendUnavailable] = []
+        agreed, number = agreed_call(members, inputs, self.settings, self.ring, bounds)
 
-        def kernels() -> str:
-            (q, k, v, padding), settings = inputs[:4], self.settings
-            num_keys = self.ring.seq_len if self.ring.seq_len >= 0 else q.shape[1] * members.size
+        def kernels() -> dict[str, str]:
             try:
-                for is_backward in (False, True) if settings.needs_grad else (False,):
-                    views = (q, k, v, q) if is_backward else (q, k, v)
-                    make_plan(settings, views, is_backward, has_padding=padding is not None, num_keys=num_keys)
+                digest = self.check_kernels(members, self.ring._replace(seq_len=agreed.seq_len), bounds, inputs)
             except BackendUnavailable as error:
                 # raising here would leave the other ranks waiting
                 unavailable.append(error)
-                return f"unavailable: {str(error).splitlines()[0]}"
-            return "available"
+                return {"kernels": f"unavailable: {str(error).splitlines()[0]}"}
+            return {"kernels": "available"} | ({"pattern (the blocks that its function keeps)": digest} if digest else {})
 
-        found = agreed_call(members, inputs, self.settings, self.ring, bounds, kernels)
+        agree_on_kernels(members, agreed, kernels, self.ring)
         if unavailable:
             raise unavailable[0]
-        return found
-
-
-_NOTHING = Agreed(-1, ...)
-
-
-class ResolvedRingBlocks(ResolvedRing):
-    """Calls of block-sparse attention on a sharded sequence. Which kernels they need follows from N."""
-
-    name = "ring_block_sparse_attention"
-    make_setup = staticmethod(make_block_setup)
-
-    def agree(self, members: Members, inputs: tuple[Any, ...], bounds: tuple[int, ...] | None) -> tuple[Agreed, int]:
-        agreed, number = agreed_call(members, inputs, self.settings, self.ring, bounds, None)
-        kernels, unavailable = {"kernels": "available"}, None
-        try:
-            digest = RingPass(self, members, of_length(self.ring, agreed.seq_len), bounds, inputs).setup.digest
-            if digest:
-                kernels["pattern (the blocks that its function keeps)"] = digest
-        except BackendUnavailable as error:
-            kernels["kernels"], unavailable = f"unavailable: {str(error).splitlines()[0]}", error
-        agree_on_kernels(members, agreed, kernels, self.ring.timeout)
-        if unavailable is not None:
-            raise unavailable
         return agreed, number
+
+    def check_kernels(self, members: Members, ring: RingCall, bounds: tuple[int, ...] | None, inputs: tuple[Any, ...]) -> str:
+        """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
+        if self.settings.branches is not None:
+            check_branches(self.settings, inputs[:3], ring.seq_len, has_padding=inputs[3] is not None)
+        return RingPass(self, members, ring, bounds, inputs).setup.digest if self.settings.blocks else ""
 
 
 class RingPass:
@@ -164,25 +141,18 @@ class RingPass:
         self.bounds = bounds
         tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
-        kind = bounds, ring.seq_len, members.rank, members.size, torch.are_deterministic_algorithms_enabled()
-        setup = call.known.get(kind)
-        if setup is None:
-            setup = self._find_setup(call.settings, ring)
-            call.keep(kind, setup)
-        self.setup: RingSetup = setup
+        place = (call.alive, members.rank, members.size, ring, bounds)
+        options = (call.settings, self.padding is None, torch.are_deterministic_algorithms_enabled())
+        q, k, _ = self.tensors
+        # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
+        self.setup = cached_setup((*place, *options, q.dtype, q.device, q.shape, k.shape), self._make_setup)
         self.masks = Masks(None, 0 if seed is None else int(seed.item()))
-        self.is_moved = self.padding is None and setup.sharding is None
+        self.is_moved = self.padding is None and self.setup.sharding is None
 
-    def _find_setup(self, settings: CallSettings, ring: RingCall) -> RingSetup:
-        members, tensors, padding = self.members, self.tensors, self.padding
-        whole = ((0, ring.seq_len),) if ring.seq_len else ()
-        documents = whole if self.bounds is None else document_ranges(self.bounds, ring.seq_len)
-        # the name of a pattern that holds a function may be given again once it is gone
-        place = (self.call.make_setup, self.call.alive, members.rank, members.size, ring, documents)
-        options = (settings, padding is None, torch.are_deterministic_algorithms_enabled())
-        q, k, _ = tensors
-        kind = (*place, *options, q.dtype, q.device, q.shape, k.shape)
-        return cached_setup(kind, lambda: self.call.make_setup(members, tensors, documents, settings, ring, padding))
+    def _make_setup(self) -> RingSetup:
+        whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
+        documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
+        return make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
 
     def _move(self, what: str) -> None:
         """Gathers the padding of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
@@ -191,9 +161,8 @@ class RingPass:
             ring, size = self.ring, self.members.size
             rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
             whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
-            mine = self.padding.to(torch.uint8)[..., None]
-            (mask,) = reshard([mine], [rows], [whole], self.members.rank, self._wire(), "padding masks")
-            self.masks = self.masks._replace(padding=mask[..., 0].bool())
+            (mask,) = reshard([self.padding[..., None]], [rows], [whole], self.members.rank, self._wire(), "padding masks")
+            self.masks = self.masks._replace(padding=mask[..., 0])
             q, k, v = self.tensors
             # padding could spread NaN through sums
             self.tensors = (q, *without_padding(k, v, self.padding))
@@ -216,17 +185,10 @@ class RingPass:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
         if not self.is_moved:
             self._move("forward")
-        (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
-        wire = self._wire() if setup.exchanges else None
-        if setup.home is None or sparse is None:
-            work = setup.compute(self.masks, q)
-            run.forward(work, setup.steps, k, v, wire)
-            out, lse = work.results()
-        else:
-            own, work = setup.home(self.masks, q), setup.compute(self.masks, sparse.of(q))
-            run.forward(work, setup.steps, k, v, wire, lambda: own.forward(0, run.AtHand(k, v)))
-            out, lse = own.results()
-            sparse.merge(out, lse, *work.results())
+        (q, k, v), setup = self.tensors, self.setup
+        work = Work(setup.layers, self.masks, q)
+        run.forward(work, setup.steps, k, v, self._wire() if setup.exchanges else None)
+        out, lse = work.results()
         if setup.sharding is not None:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -237,7 +199,7 @@ class RingPass:
         dout, out = self.of_backward
         if not self.is_moved:
             self._move("backward")
-        (q, k, v), setup, sparse = self.tensors, self.setup, self.setup.query_rows
+        (q, k, v), setup = self.tensors, self.setup
         if setup.sharding is not None:
             if dlse is None and self.ring.lse_grad:
                 # other ranks may have a gradient of lse, and all must send the same
@@ -246,21 +208,9 @@ class RingPass:
             more = (dout, out, *(x.transpose(1, 2) for x in rows))
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        wire = self._wire() if setup.exchanges else None
-        if setup.home is None or sparse is None:
-            work = setup.compute(self.masks, q, (dout, out, lse, dlse))
-            dk, dv = run.backward(work, setup.steps, k, v, wire)
-            dq = work.dq()
-        else:
-            own = setup.home(self.masks, q, (dout, out, lse, dlse))
-            some_q, *others = (None if x is None else sparse.of(x) for x in (q, dout, out, lse, dlse))
-            work = setup.compute(self.masks, some_q, tuple(others))
-            # a rank without rows has no parts
-            dk, dv = run.backward(
-                work, setup.steps, k, v, wire, lambda: own.backward(0, run.AtHand(k, v)) or (torch.zeros_like(k), torch.zeros_like(v))
-            )
-            dq = own.dq()
-            sparse.add(dq, work.dq())
+        work = Work(setup.layers, self.masks, q, (dout, out, lse, dlse))
+        dk, dv = run.backward(work, setup.steps, k, v, self._wire() if setup.exchanges else None)
+        dq = work.dq()
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
             shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size
@@ -269,25 +219,11 @@ class RingPass:
         return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
-def of_length(ring: RingCall, seq_len: int) -> RingCall:
-    """Returns the call with N, which the ranks know by now."""
-    return ring if ring.seq_len == seq_len else replace(ring, seq_len=seq_len)
-
-
-class ResolvedRingUnion(ResolvedRingBlocks):
-    """Calls of dilated branches and a block pattern together."""
-
-    name = "ring_block_sparse_dilated_attention"
-
-
 def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:
-    if not settings.blocks:
-        return record_of(ResolvedRing, q, k, padding, settings)
-    kind = ResolvedRingBlocks if settings.branches is None else ResolvedRingUnion
     # a record would keep the function or tensor of such a pattern alive
-    if (pattern := pattern_from_spec(settings.blocks)).lives_here:
-        return kind(settings, q.device.type, alive=pattern)
-    return record_of(kind, q, k, padding, settings)
+    if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).lives_here:
+        return ResolvedRing(settings, q.device.type, alive=pattern)
+    return record_of(ResolvedRing, q, k, padding, settings)
 
 
 def _new_whole(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
@@ -297,11 +233,11 @@ def _new_whole(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
 
 # what to use for second derivatives and forward mode
 _ALTERNATIVES = {
-    ResolvedRing: "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
-    ResolvedRingBlocks: "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
-    ResolvedRingUnion: "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities, "
-    "on one process",
+    "ring_attention": "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
+    "ring_block_sparse_attention": "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H), on one process",
+    "ring_block_sparse_dilated_attention": "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as "
+    "multiplicities, on one process",
 }
 ring_attention_op, ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op = (
-    define_attention(kind.name, resolve_ring, alternative, new_saved=_new_whole) for kind, alternative in _ALTERNATIVES.items()
+    define_attention(name, resolve_ring, alternative, new_saved=_new_whole) for name, alternative in _ALTERNATIVES.items()
 )

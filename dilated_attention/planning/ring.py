@@ -8,9 +8,8 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.distributed.block_exchange import plan as block_plan
 from dilated_attention.distributed.comm.call_consistency import device_memory
-from dilated_attention.distributed.exchange import setup
+from dilated_attention.distributed.exchange import blocks, setup
 from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.run import AHEAD
@@ -136,15 +135,15 @@ def _of_blocks(problem: Problem, pattern: BlockPattern, memory: int) -> Exchange
         return replace(two, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     shards = tuple(joined((start, stop) for start, stop, _ in spans(N, rank, W, problem.layout)) for rank in range(W))
     ring_problem = RingBlockProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
-    needs = block_plan.needs_of(ring_problem, torch.device("cpu"))
+    needs = blocks.needs_of(ring_problem, torch.device("cpu"))
     sizes = problem.batch_size, problem.head_dim, problem.dtype.itemsize
-    steps = block_plan.block_steps(ring_problem, needs, sizes, memory, needs_grad=problem.training)
+    steps = setup.block_steps(ring_problem, needs, sizes, memory, needs_grad=problem.training)
     seen = torch.zeros((W, W), dtype=torch.int64)
     for kv_heads in setup.heads_of(steps):
         # what one head needs counts for all heads of its step
-        needed = [block_plan.needed_keys(ring_problem, needs, rank, kv_heads) for rank in range(W)]
+        needed = [blocks.needed_blocks(ring_problem, needs, rank, kv_heads) for rank in range(W)]
         seen += _units(needed, shards, kv_heads[1] - kv_heads[0])
     # a rank's memory holds all rows from the first to the last that it needs
-    lengths = torch.tensor([end - start for start, end in (block_plan.key_span(ring_problem, needs, rank) for rank in range(W))])
+    lengths = torch.tensor([end - start for start, end in (blocks.block_span(ring_problem, needs, rank) for rank in range(W))])
     row = 2 * problem.batch_size * problem.head_dim * problem.dtype.itemsize
     return _gathered("blocks", seen, lengths * (seen.sum(1) > 0) * Hk, row, len(steps), problem.rows * Hk)

@@ -50,10 +50,10 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     sums = [tuple(x.clone() for x in before) for _ in range(2)]
     back = [torch.full((step.place.total, width), torch.nan, dtype=dtype) for _ in range(2)]
     for copies, *to in zip((copies_torch, copies_triton), sent, memory, sums, back, strict=True):
-        copies.pack(to[0], own, step, step.send.numbers, are_own=True)
-        copies.assemble(to[1], own, came, step)
+        copies.gather(to[0], own, None, step.send.numbers, step)
+        copies.gather(to[1], own, came, step.sources, step)
         copies.add((step.of_heads(to[2][0]), step.of_heads(to[2][1])), grads, returned, step)
-        copies.pack(to[3], grads, step, step.place.numbers, are_own=False)
+        copies.gather(to[3], grads, None, step.place.numbers, step, are_own=False)
     for one, other in (sent, memory):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     for one, other in (back, *zip(*sums, strict=True)):

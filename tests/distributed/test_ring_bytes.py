@@ -161,32 +161,6 @@ def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype
                 assert count == wanted, (rank, one)
 
 
-def test_formulas_by_hand() -> None:
-    """Numbers worked out on paper, so that a formula and the code cannot be wrong alike."""
-    # 4 ranks of 8 positions, 2 key/value heads of 8 numbers of 2 bytes, batch 1: a row of K and V, or of their gradients, is 64 bytes
-    sizes = CommSizes(4, 2, 8, 1, 2, 4)
-
-    def of(rank: int, layout: str = "contiguous", is_causal: bool = False, **options: Any) -> Bytes:
-        return dense_bytes(32, 4, rank, layout, sizes, is_causal=is_causal, **options)
-
-    assert of(1) == Bytes(24 * 64, 24 * 64, 48 * 64, 48 * 64)
-    # rank 1 of a contiguous causal sequence sees rank 0's keys, and is seen by two
-    assert of(1, is_causal=True) == Bytes(16 * 64, 8 * 64, 24 * 64, 24 * 64)
-    # zigzag: its runs are [4, 8) and [24, 28): it sees all before 28 but its own 8, the first four twice, and sends one sum for each
-    causal = of(1, "zigzag", True)
-    assert causal.forward_received == 20 * 64 and causal.backward_sent - causal.forward_sent == 20 * 64
-    # nothing but neighbours lies in a window: three rows before, two behind
-    assert of(1, window=(3, 2)).forward_received == 5 * 64 and of(0, window=(3, 2)).forward_received == 2 * 64
-    # one branch of rate 2 over all 32, 2 query heads to a key/value head, so both halves of its rows are read: 24 rows again
-    assert dilated_bytes(32, 4, 3, (8, 32), (1, 2), sizes, is_causal=False).forward_received == 24 * 64
-    # rate 4: two of four offsets
-    assert dilated_bytes(32, 4, 3, (8, 32), (1, 4), sizes, is_causal=False).forward_received == 24 // 4 * 2 * 64
-    assert dilated_bytes(32, 4, 0, (8, 32), (1, 4), sizes, is_causal=True).forward_received == 0
-    assert dilated_bytes(32, 4, 2, (8, 4), (1, 4), sizes, is_causal=True) == Bytes(0, 0, 0, 0)
-    # one query head and one key/value head of 24 rows come (3 · 16 bytes a row), three heads of 8 rows of out and lse (20 bytes) go back
-    assert heads_bytes(32, 4, 8, sizes).forward_received == 24 * 48 + 24 * 20
-
-
 # --- blocks, alone and beside branches --------------------------------------------------------------------------------------------
 
 
@@ -243,12 +217,3 @@ def test_blocks_by_hand() -> None:
     assert [found[0][1] for found in ranks] == [{1: block}, {0: block, 2: block}, {1: block, 3: block}, {2: block}]
     assert [found[1][1] for found in ranks] == [{1: block}, {2: block}, {3: block}, {}]
     assert all(count == (Bytes(0, 0, 0, 0), {}) for found in ranks for count in found[2:])
-
-
-def test_a_key_that_both_parts_need_travels_once() -> None:
-    """By hand: two ranks of one block: the window keeps the whole other block, and so does the branch; K and V of 2 heads of 3 floats."""
-    spread = Spread(case=blocks.case_of(LocalWindow(64, block_size=64), 128, head_dim=3))
-    block = 2 * 64 * 2 * 3 * 4
-    spreads = blocks.of_kind("union", [spread] * 2, [DilatedPattern((128,), (r,)) for r in (1, 4)])
-    for found in pool_of(2).run(measured, spreads, torch.float32, True):
-        assert all(total == Bytes(block, block, 2 * block, 2 * block) for total, _ in found)

@@ -12,15 +12,12 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -31,12 +28,12 @@ from dilated_attention import (
     shard_sequence,
     unshard_sequence,
 )
-from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.comm.watchdog import POLL
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients, sharded_cross_entropy
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.machine import worlds
 from tests.helpers.pool import Pool, here, patience
+from tests.helpers.traffic import Traffic, traffic
 
 # no multiple of anything: shards differ in length
 N = 27
@@ -154,23 +151,6 @@ def mean_of_all_rows_targets(mesh: Any) -> None:
     assert sharded_cross_entropy(hidden[rank], weight, torch.full_like(targets[rank], -100)) == 0
 
 
-@contextmanager
-def counted_exchanges() -> Iterator[list[str]]:
-    """What was sent and received in the block: one entry an exchange, whichever way it takes."""
-    started: list[str] = []
-    begin = Wire.start
-
-    def counting(self: Wire, *args: Any) -> Any:
-        started.append(args[-1])
-        return begin(self, *args)
-
-    Wire.start = counting  # type: ignore[method-assign]
-    try:
-        yield started
-    finally:
-        Wire.start = begin  # type: ignore[method-assign]
-
-
 def step_of(layer: nn.Module, x: torch.Tensor, call: Callable[..., Any]) -> list[torch.Tensor]:
     """(out, dx, parameter gradients) of one step."""
     x = x.detach().requires_grad_()
@@ -190,18 +170,21 @@ def activation_checkpointing(mesh: Any) -> None:
         is_ring = op is torch.ops.dilated_attention.ring_attention.default
         return CheckpointPolicy.MUST_SAVE if is_ring else CheckpointPolicy.PREFER_RECOMPUTE
 
+    def moved(of: Traffic) -> int:
+        return of.sent + of.received
+
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    with counted_exchanges() as forward:
+    with traffic() as forward:
         plain(x)
-    with counted_exchanges() as without:
+    with traffic() as without:
         expected = step_of(layer, x, plain)
-    with counted_exchanges() as full:
+    with traffic() as full:
         recomputed = step_of(layer, x, lambda x: checkpoint(plain, x, use_reentrant=False))
-    with counted_exchanges() as selective:
+    with traffic() as selective:
         kept = step_of(layer, x, lambda x: checkpoint(plain, x, use_reentrant=False, context_fn=contexts))
-    assert forward
-    assert len(full) == len(without) + len(forward)
-    assert selective == without
+    assert moved(forward)
+    assert moved(full) == moved(without) + moved(forward)
+    assert moved(selective) == moved(without)
     for got in (recomputed, kept):
         assert all(map(torch.equal, got, expected))
 
@@ -233,60 +216,6 @@ def checkpoints_on_disk_fit_either_model(mesh: Any) -> None:
     (logits,) = unshard_sequence(mesh["cp"], [spread(part)], [1], layout="striped")
     torch.testing.assert_close(logits, alone(tokens), atol=1e-5, rtol=1e-5)
     assert torch.equal(again(tokens), alone(tokens))
-
-
-@contextmanager
-def shared_folder() -> Iterator[str]:
-    """One folder for all processes, which the first one makes and removes."""
-    with tempfile.TemporaryDirectory() as mine:
-        names = [mine]
-        dist.broadcast_object_list(names, src=0)
-        yield names[0]
-        dist.barrier()
-
-
-@on_processes
-def distributed_checkpoint(mesh: Any) -> None:
-    """What FSDP2 shards, saved by all processes and loaded into other weights: the next steps are the same; and on one process."""
-    row = mesh["dp"].get_local_rank()
-    tokens, targets = shard_sequence(mesh["cp"], batch(row), [1, 1], layout="zigzag")
-
-    def started(shift: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = language_model(mesh=mesh["cp"], layout="zigzag")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(shift)
-        for block in model.decoder.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-        loss = model(tokens, targets=targets, seq_len=N)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-    saved = started(0.0)
-    step(*saved)
-    with shared_folder() as folder:
-        dcp.save(state(*saved), checkpoint_id=folder)
-        alone = language_model()
-        dcp.load({"model": alone.state_dict()}, checkpoint_id=folder)
-        loaded = started(0.1)
-        before = step(*loaded)
-        found = state(*loaded)
-        dcp.load(found, checkpoint_id=folder)
-    set_state_dict(*loaded, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    with torch.no_grad():
-        of_one = float(alone(batch(row)[0], targets=batch(row)[1]))
-    first, again = ([step(*which) for _ in range(3)] for which in (saved, loaded))
-    assert again == pytest.approx(first, abs=loosely(1e-6)) and abs(of_one - first[0]) < loosely(1e-6)
-    assert abs(before - first[0]) > 1e-3 and first[2] < first[0]
 
 
 @on_processes
@@ -340,11 +269,9 @@ def run_check(rank: int, world: int, name: str, shape: tuple[int, int]) -> None:
 
 
 MESHES = {"2 of 2": (1, 2), "2 of 4": (2, 2), "4 of 4": (1, 4)}
-# each process compiles for seconds: the layer runs on a group that is a part of the world, the model on two processes; a distributed
-# checkpoint is about sharded parameters and rows, a kind of attention about neither
+# each process compiles for seconds, so the model runs on two
 ON_ONE_MESH = {
     "compiled_model_at_two_lengths": "2 of 2",
-    "distributed_checkpoint": "2 of 4",
     "every_kind_of_attention_in_a_model": "4 of 4",
 }
 

@@ -205,16 +205,6 @@ def test_weights_copies_compilation_and_refusals(pool: Pool, kind: str) -> None:
 # --- construction -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_work_is_refused_at_construction(kind: str) -> None:
-    """Options: functional/test_bad_input.py."""
-    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
-        make(kind, group=object())
-    if "block" in kind:
-        with pytest.raises(ValueError, match="neither given"):
-            make(kind, pattern=None)
-
-
 def test_reprs_say_where_the_sequence_lies() -> None:
     assert repr(RingAttention(window=3)) == "RingAttention(layout='zigzag', one process, window=3)"
     text = repr(RingDilatedAttention([4], [1], layout="striped", exchange="2d", ranks_per_node=2, backend="math"))

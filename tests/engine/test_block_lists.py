@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention.engine.blocks import lists as module
-from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists, renumber_columns, select_rows
+from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists, select_rows
 from dilated_attention.pattern import (
     Axial,
     BigBird,
@@ -230,28 +229,3 @@ def test_select_rows(is_causal: bool) -> None:
             assert (chosen.interval is None) == (lists.interval is None)
         with pytest.raises(ValueError, match="rows selects the short last query block, 10, before its end; select it last"):
             select_rows(lists, torch.tensor([10, 0]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_renumber_columns(is_causal: bool) -> None:
-    n, columns = 700, 11
-    for name, pattern in simple_patterns(n, 64).items():
-        lists = block_lists(pattern, n, HEADS, is_causal=is_causal, device="cpu")
-        mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
-        for held in ([4, 2, 7], [0, 1, 2, 3], [5, 3, 10], [], list(range(11))):
-            mapping = torch.full((columns,), -1)
-            mapping[held] = torch.arange(len(held))
-            positions = [p for column in held for p in range(64 * column, min(64 * column + 64, n))]
-            renumbered = renumber_columns(lists, mapping, len(positions))
-            assert torch.equal(expanded(renumbered, HEADS), mask[:, :, positions]), name
-            if renumbered.interval is not None:
-                assert held == list(range(len(held)))
-                assert torch.equal(expanded_by_interval(renumbered, HEADS), mask[:, :, positions]), name
-            if renumbered.num_entries:
-                both = dataclasses.replace(renumbered).by_column
-                assert int(both.starts[-1]) == renumbered.num_entries
-        mapping = torch.full((columns,), -1)
-        mapping[[10, 3]] = torch.arange(2)
-        with pytest.raises(ValueError, match=r"mapping takes key blocks to places of another size \(700 → 124 keys, blocks of 64\)"):
-            renumber_columns(lists, mapping, 124)

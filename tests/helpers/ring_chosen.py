@@ -7,7 +7,7 @@ from typing import Any
 from dilated_attention import DilatedPattern
 from dilated_attention.distributed import LAYOUTS
 from dilated_attention.testing import Case
-from tests.helpers.ring_cases import WHOLE, Spread, random_layout, with_changes
+from tests.helpers.ring_cases import WHOLE, Spread, with_changes
 
 
 def spread_of(pattern: DilatedPattern = WHOLE, n: int = 48, **changes: Any) -> Spread:
@@ -73,36 +73,3 @@ def of_each_kind() -> list[Spread]:
         for exchange in ("all_gather", "all_to_all")
         for layout in LAYOUTS
     ]
-
-
-def of_layouts(world: int) -> list[Spread]:
-    """Runs that begin and end anywhere, with every option: packed documents, padding, dropout, windows, exchanges of heads."""
-    documents: dict[str, Any] = {"bounds": (0, 3, 3, 40, 41, 96), "batch": 1}
-    options: tuple[dict[str, Any], ...] = (
-        {},
-        {"is_causal": True},
-        {"is_causal": True, **documents},
-        {"steps": True, **documents},
-        {"is_causal": True, "padding": "some", "heads": 8, "kv_heads": 1},
-        {"is_causal": True, "dropout_p": 0.4, **documents},
-    )
-    patterns = (
-        WHOLE,
-        DilatedPattern((16, 48, 96), (1, 2, 4)),
-        DilatedPattern((31, 70), (3, 5), "blocked", tail="zero_keys"),
-        DilatedPattern((24, 96), (1, 2), branch_heads="split"),
-    )
-    spreads = [
-        spread_of(pattern, 96, exchange="all_gather", **some)
-        for row, pattern in enumerate(patterns)
-        for index, some in enumerate(options)
-        if (row + index + world) % 2
-    ]
-    spreads += [
-        spread_of(WHOLE, 96, window=window, exchange="all_gather", **some)
-        for row, window in enumerate(((9, 0), (0, 4), (None, 20)))
-        for index, some in enumerate(options)
-        if (row + index + world) % 2
-    ]
-    spreads += [spread_of(x, 96, heads=2 * world, kv_heads=world, exchange="all_to_all", **options[2]) for x in patterns[:3]]
-    return [with_changes(spread, layout=random_layout(96, world, seed).name) for seed, spread in enumerate(spreads)]

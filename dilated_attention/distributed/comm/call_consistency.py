@@ -6,7 +6,6 @@ import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,49 +54,49 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
     return [post[1] for post in posts]
 
 
-@dataclass(frozen=True)
-class RingCall:
-    """The arguments of a distributed call alone. ``seq_len``: of the whole sequence, −1 if the ranks ask each other; ``lse_grad``: whether
-    lse may get a gradient on any rank."""
+class RingCall(NamedTuple):
+    """The arguments of a distributed call alone. ``lse_grad``: whether lse may get a gradient on any rank; ``head_steps``: 0 for any;
+    ``seq_len``: of the whole sequence, −1 if the ranks ask each other."""
 
     group_name: str
     layout: str
     exchange: str
     timeout: float
     lse_grad: bool
+    head_steps: int
     seq_len: int
 
 
 def ring_call(settings: CallSettings) -> RingCall:
     """Returns the distributed part of a record."""
-    group_name, layout, exchange, timeout, lse_grad, _ = settings.sharding
-    if exchange in ("ring", "2d"):
-        registry.tell_once(f"ring: exchange={exchange!r} runs as 'auto': the same keys in one exchange for some heads at a time")
-        exchange = "auto"
-    return RingCall(group_name, layout, exchange, timeout, lse_grad, settings.seq_len)
+    ring = RingCall._make((*settings.sharding, settings.seq_len))
+    if ring.exchange in ("ring", "2d"):
+        registry.tell_once(f"ring: exchange={ring.exchange!r} runs as 'auto': the same keys in one exchange for some heads at a time")
+        return ring._replace(exchange="auto")
+    return ring
 
 
 class Agreed(NamedTuple):
     """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: ``Session.agreed`` until they forget it, None in one
-    process; ``kind``: of call, its key in ``among``; ``number``, ``arguments``: of ``Session.enter``."""
+    process; ``kind``: of call, its key in ``among``; ``handshake``: the one in which they agreed on the kind; ``number``, ``arguments``: of
+    ``Session.enter``."""
 
     seq_len: int
     among: object = None
     kind: Any = None
+    handshake: int = 0
     number: int = 0
     arguments: Mapping[str, str] | None = None
 
 
 def agreed_call(
-    members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, bounds: tuple[int, ...] | None,
-    kernels: Callable[[], str] | None,
-) -> tuple[Agreed, int]:  # fmt: skip
+    members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, bounds: tuple[int, ...] | None
+) -> tuple[Agreed, int]:
     """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same kind of call: by a
     handshake at the first call of a kind, whatever its length, or at every call if N is not given. If they make different calls of kinds
     they agreed on earlier, or of different lengths, ``session.compare`` finds out in these calls or soon after.
 
-    ``inputs``: q, k, v, key_padding_mask, …; ``bounds``: of packed documents. ``kernels`` returns, as text, what must be equal in the
-    ranks' choices of kernels; None if the choice needs N, and ``agree_on_kernels`` follows."""
+    ``inputs``: q, k, v, key_padding_mask, …; ``bounds``: of packed documents."""
     q, k, _, padding = inputs[:4]
     if members.group is None:
         return Agreed(checked_length(ring.layout, ring.seq_len, [q.shape[1]])), 0
@@ -130,7 +129,7 @@ def agreed_call(
         "deterministic": settings.deterministic,
         "requires_grad": settings.needs_grad,
         "exchange": ring.exchange,
-        "head_steps": settings.sharding[-1] or None,
+        "head_steps": ring.head_steps or None,
         "return_lse": ring.lse_grad,
         "layout": "dealt" if is_dealt(ring.layout) else ring.layout,
         "cu_seqlens": "None" if bounds is None else "given",
@@ -150,34 +149,33 @@ def agreed_call(
     arguments |= {"layout": short_name(ring.layout), "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None"}
     if bounds is not None:
         arguments["cu_seqlens"] = _shortened(bounds)
-    number, seq_len = session.agreed.get(kind) if ring.seq_len >= 0 else None, ring.seq_len
-    if number is None:
-        number = session.handshakes
-        with_kernels = arguments if kernels is None else arguments | {"kernels": kernels()}
-        held = agree(members, with_kernels, q.shape[1], ring.timeout)
+    handshake, seq_len = session.agreed.get(kind) if ring.seq_len >= 0 else None, ring.seq_len
+    if handshake is None:
+        handshake = session.handshakes
+        held = agree(members, arguments, q.shape[1], ring.timeout)
         seq_len = checked_length(ring.layout, seq_len, held)
-        if ring.seq_len >= 0:
-            session.remember(kind, number)
     elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
         raise ValueError(
             f"rank {members.rank} holds {q.shape[1]} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
             "cut it by shard_sequence with the same layout and seq_len"
         )
     # a number of the kind and the length, which the tags of messages contain
-    number = zlib.crc32(f"{number} {seq_len} {ring.layout} {bounds}".encode())
-    return Agreed(seq_len, session.agreed, kind, number, arguments), session.enter_forward(number, arguments)
+    number = zlib.crc32(f"{handshake} {seq_len} {ring.layout} {bounds}".encode())
+    return Agreed(seq_len, session.agreed, kind, handshake, number, arguments), session.enter_forward(number, arguments)
 
 
-def agree_on_kernels(members: Members, agreed: Agreed, kernels: Mapping[str, str], timeout: float) -> None:
-    """Checks, before any rank sends anything, that all have kernels and what else ``kernels`` says of them is equal; else ValueError. Once
-    for a kind, or for a length where the blocks are those of a function."""
+def agree_on_kernels(members: Members, agreed: Agreed, kernels: Callable[[], Mapping[str, str]], ring: RingCall) -> None:
+    """Checks, before any rank sends anything, that all have kernels and what else ``kernels`` returns of them is equal; else ValueError.
+    Once for a kind, or for a length where the blocks are those of a function. Then the ranks have agreed on the kind."""
     if members.group is None:
         return
-    session, (function, *_, of_function) = session_of(members, timeout), agreed.kind
+    session, (function, *_, of_function) = session_of(members, ring.timeout), agreed.kind
     settled = agreed.kind, None if of_function is None else agreed.seq_len
     if settled not in session.agreed:
-        agree(members, {"function": function, **kernels}, None, timeout)
+        agree(members, {"function": function, **kernels()}, None, ring.timeout)
         session.remember(settled, 0)
+    if ring.seq_len >= 0 and agreed.kind not in session.agreed:
+        session.remember(agreed.kind, agreed.handshake)
 
 
 def _shortened(bounds: tuple[int, ...]) -> str:

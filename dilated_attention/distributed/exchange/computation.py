@@ -1,5 +1,5 @@
 """What a pass over the steps of an exchange computes: a rank's queries on the keys of each step, with the engine of a single process, and
-where the results go. Block-sparse attention has parts of its own (``block_exchange/parts.py``).
+where the results go. Block-sparse attention has parts of its own (``blocks.py``).
 
 A range of queries is a call with ``query_offset`` on the keys at hand, which are all that it sees. A part writes its rows of out and dq
 where they belong; what the parts contribute to the gradients of keys is added.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.distributed.exchange.run import AtHand
 from dilated_attention.distributed.exchange.step import Pair, Step
@@ -103,19 +104,16 @@ class QueryPart(Part):
 
 
 def parts_of(
-    problem: RingProblem, settings: CallSettings, step: Step, rank: int, span: KeySpan, first_head: int = 0
+    problem: RingProblem, settings: CallSettings, heads: Range, rank: int, span: KeySpan, first_head: int = 0
 ) -> tuple[QueryPart, ...]:
-    """Returns what a rank computes in a step on the keys of ``span``, the largest part first."""
-    ratio = problem.num_heads // problem.num_kv_heads
-    heads = step.kv_heads[0] * ratio, step.kv_heads[1] * ratio
-    found = []
+    """Returns what a rank computes in a step, for some query heads, on the keys of ``span``, the largest part first."""
+    common: dict[str, Any] = {"heads": heads, "problem": problem, "settings": settings, "first_head": first_head}
+    parts = []
     for rows, queries in rows_of(problem.shards[rank]):
-        mine = span.around(queries)
-        mine = mine.before(queries[1]) if problem.is_causal else mine
-        key_rows = slice(mine.start - span.start, mine.end - span.start)
-        found.append(QueryPart(rows=rows, heads=heads, key_rows=key_rows, problem=problem, settings=settings, queries=queries, span=mine,
-                               first_head=first_head))  # fmt: skip
-    return tuple(sorted(found, key=lambda part: part.span.start - part.span.end))
+        seen = span.seen_by(queries, problem.is_causal)
+        key_rows = slice(seen.start - span.start, seen.end - span.start)
+        parts.append(QueryPart(rows=rows, key_rows=key_rows, queries=queries, span=seen, **common))
+    return tuple(sorted(parts, key=lambda part: part.span.start - part.span.end))
 
 
 def narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:
@@ -135,39 +133,31 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
 
 
 class StepParts:
-    """What a rank computes in each step, for calls alike; q is (B, n, H, D). No two ``parts`` of a step share a row of a head; those whose
-    keys are all the rank's own come first, since they need not wait, and read these where they are (``key_rows``). ``places``: the rows of
-    the memory that are a part's keys."""
+    """What a rank computes in each step, for calls alike; q is (B, n, H, D). ``parts``: of each step (part, the rows of the memory that are
+    its keys, whether these are all the rank's own). No two parts of a step share a row of a head; those on own keys come first, since they
+    need not wait, and read these where they are (``key_rows``)."""
 
     def __init__(self, parts: Sequence[Sequence[Part]], q: torch.Tensor, steps: Sequence[Step] = ()) -> None:
         self.acc = accumulation_dtype(q.dtype)
-        self.parts: list[list[Part]] = []
-        self.places: list[list[slice]] = []
-        # of each step, how many parts need nothing that arrives
-        self.at_once: list[int] = []
+        self.parts: list[list[tuple[Part, slice, bool]]] = []
         for index, some in enumerate(parts):
             local = [(part, steps[index].local(part.key_rows) if steps else part.key_rows) for part in some]
-            own = [(part, rows) for part, rows in local if rows is not None]
-            others = [part for part, rows in local if rows is None]
-            self.parts.append([*(replace(part, key_rows=rows) for part, rows in own), *others])
-            self.places.append([part.key_rows for part in (*(part for part, _ in own), *others)])
-            self.at_once.append(len(own))
+            placed = [(part if own is None else replace(part, key_rows=own), part.key_rows, own is not None) for part, own in local]
+            self.parts.append(sorted(placed, key=lambda x: not x[2]))
         # of the memory; of the rank's own rows, if these are all
         self.rows = [step.rows for step in steps]
-        only = self.parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
+        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether one part's results are all there are
         self.is_one = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
         # the sum of two shares in a key's gradient is rounded once, whatever its dtype; that of more must not be at each of them
-        self.sums = [self.acc if _most_at_once(places) > 2 else q.dtype for places in self.places]
+        self.sums = [self.acc if _most_at_once([part.key_rows for part in some]) > 2 else q.dtype for some in parts]
 
     def ready(self, index: int, arrival: AtHand) -> Iterator[tuple[Part, slice, Pair]]:
         """Yields (part, its rows of the memory, the K and V that it reads) of a step, those that wait for keys last."""
-        for number, (part, place) in enumerate(zip(self.parts[index], self.places[index], strict=True)):
-            if number < self.at_once[index]:
-                yield part, place, arrival.own
-                continue
-            arrival.wait()
-            yield part, place, arrival.keys
+        for part, place, is_own in self.parts[index]:
+            if not is_own:
+                arrival.wait()
+            yield part, place, arrival.own if is_own else arrival.keys
 
 
 def _most_at_once(rows: Sequence[slice]) -> int:
@@ -262,3 +252,99 @@ class Computation:
         if dq is not place:
             self._put(self.dq()[:, :, heads], 1, part, dq)
         return dk, dv
+
+
+class SparseRows:
+    """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …)."""
+
+    def __init__(self, step: int, offsets: tuple[int, ...], rows: int, device: torch.device) -> None:
+        """``rows``: n of the tensors."""
+        row = torch.arange(0, rows, step, device=device)[:, None] + torch.tensor(offsets, device=device)
+        head = torch.arange(len(offsets), device=device)
+        # in tensors (B, n, heads, D), and in statistics (B, heads, n)
+        self._index, self._of_stats = (slice(None), row, head), (slice(None), head[:, None], row.T.contiguous())
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the rows: (B, n/g, heads, D), or of statistics (B, heads, n) as (B, heads, n/g)."""
+        return x[self._index if x.dim() == 4 else self._of_stats]
+
+    def put(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        x[self._index if x.dim() == 4 else self._of_stats] = part
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Parts whose keys are some of a softmax's: for all rows of q, or those that ``rows`` chooses; ``is_home``: on the rank's own keys
+    alone, while others' are in flight."""
+
+    parts: StepParts
+    rows: SparseRows | None = None
+    is_home: bool = False
+
+    def chosen(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the layer's rows of a tensor of all."""
+        return x if self.rows is None or x is None else self.rows.of(x)
+
+
+class Work:
+    """What a pass computes, in layers: their results are merged by their log-sum-exps, their gradients added. ``rest``: see
+    ``Computation``. The first layer has all rows."""
+
+    def __init__(self, layers: Sequence[Layer], masks: Masks, q: torch.Tensor, rest: tuple[Any, ...] = ()) -> None:
+        self.layers = [(x, Computation(x.parts, masks, x.chosen(q), tuple(map(x.chosen, rest)))) for x in layers]  # type: ignore[arg-type]
+
+    def results(self) -> Pair:
+        """Returns (out, lse)."""
+        (_, first), *others = self.layers
+        out, lse = first.results()
+        for layer, work in others:
+            seen, seen_lse = layer.chosen(out), layer.chosen(lse)
+            part, part_lse = work.results()
+            merge_onto(seen, seen_lse.transpose(1, 2), part, part_lse.transpose(1, 2))  # type: ignore[arg-type,union-attr]
+            if layer.rows is not None:
+                layer.rows.put(out, seen)  # type: ignore[arg-type]
+                layer.rows.put(lse, seen_lse)  # type: ignore[arg-type]
+        return out, lse
+
+    def dq(self) -> torch.Tensor:
+        (_, first), *others = self.layers
+        dq = first.dq()
+        for layer, work in others:
+            total = added(layer.chosen(dq), work.dq())  # type: ignore[arg-type]
+            if layer.rows is None:
+                dq = total
+            else:
+                layer.rows.put(dq, total)
+        return dq
+
+    def home(self, keys: AtHand, is_backward: bool) -> Pair | None:
+        """Computes the layer that needs no other rank's keys, if there is one; in a backward returns the gradients of the rank's keys."""
+        for layer, work in self.layers:
+            if layer.is_home and not is_backward:
+                work.forward(0, keys)
+            elif layer.is_home:
+                # a rank without rows has no parts
+                return work.backward(0, keys) or (torch.zeros_like(keys.own[0]), torch.zeros_like(keys.own[1]))
+        return None
+
+    def forward(self, index: int, arrival: AtHand) -> None:
+        """Computes step ``index`` on its keys."""
+        for layer, work in self.layers:
+            if not layer.is_home:
+                work.forward(index, arrival)
+
+    def backward(self, index: int, arrival: AtHand) -> Pair | None:
+        """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
+        total: Pair | None = None
+        for layer, work in self.layers:
+            shares = None if layer.is_home else work.backward(index, arrival)
+            if total is not None and shares is not None:
+                total = added(total[0], shares[0]), added(total[1], shares[1])
+            else:
+                total = total or shares
+        return total
+
+
+def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns the sum, rounded once."""
+    return (one.to(accumulation_dtype(one.dtype)) + other).to(one.dtype)

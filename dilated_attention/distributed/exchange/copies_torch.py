@@ -8,18 +8,14 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.exchange.step import Pair, Step
 
 
-def pack(to: torch.Tensor, of: Pair, step: Step, lines: torch.Tensor, *, are_own: bool) -> None:
-    """See ``copies_triton.pack``."""
-    lines = step.own_lines[lines] if are_own and step.own_lines is not None else lines
-    torch.index_select(_lines(of, step.width, to.dtype), 0, lines, out=to)
-
-
-def assemble(memory: torch.Tensor, own: Pair, came: torch.Tensor, step: Step) -> None:
-    """See ``copies_triton.assemble``."""
-    lines = _lines(own, step.width, memory.dtype)
-    lines = lines if step.own_lines is None else lines[step.own_lines]
-    every = torch.cat([lines, came, came.new_zeros((1, came.shape[1]))])
-    torch.index_select(every, 0, step.sources, out=memory.view(-1, came.shape[1]))
+def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step, *, are_own: bool = True) -> None:
+    """See ``copies_triton.gather``."""
+    every = _lines(of, step.width, to.dtype)
+    if are_own and step.own_lines is not None:
+        every = every[step.own_lines]
+    if came is not None:
+        every = torch.cat([every, came, came.new_zeros((1, came.shape[1]))])
+    torch.index_select(every, 0, lines, out=to.view(-1, every.shape[1]))
 
 
 def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:

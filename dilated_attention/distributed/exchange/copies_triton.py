@@ -1,4 +1,4 @@
-"""The copies of an exchange, one launch each: into what is sent, into a step's memory, and the sums of gradients.
+"""The copies of an exchange, one launch each: lines into what is sent or into a step's memory, and the sums of gradients.
 
 Tensors of keys are pairs, K and V or their gradients, (B, rows, heads, D) of stride 1 in D, with three strides each (kb, kn, kh). A line is
 some heads of a row (``Step``), of all batch entries.
@@ -32,26 +32,8 @@ def _rows(line, at, k_strides, v_strides, heads, width, batch, column):  # type:
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _pack_kernel(  # type: ignore[no-untyped-def]
-    to, k, v, lines, own_lines, kb, kn, kh, vb, vn, vh, total, heads, width, batch, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr,
-    MAPPED: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
-    column = tl.arange(0, D_BLOCK)[None]
-    inside = at < total
-    line = tl.load(lines + at // (batch * width), mask=inside, other=0)
-    if MAPPED:
-        line = tl.load(own_lines + line, mask=inside, other=0)
-    from_k, from_v = _rows(line, at, (kb, kn, kh), (vb, vn, vh), heads, width, batch, column)
-    mask = inside[:, None] & (column < D)
-    place = to + at[:, None] * (2 * D) + column
-    tl.store(place, tl.load(k + from_k, mask=mask).to(to.dtype.element_ty), mask=mask)
-    tl.store(place + D, tl.load(v + from_v, mask=mask).to(to.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def _assemble_kernel(  # type: ignore[no-untyped-def]
-    memory, k, v, came, sources, own_lines, kb, kn, kh, vb, vn, vh, total, own, arrived, heads, width, batch, D: tl.constexpr,
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    to, k, v, came, sources, own_lines, kb, kn, kh, vb, vn, vh, total, own, arrived, heads, width, batch, D: tl.constexpr,
     D_BLOCK: tl.constexpr, U: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
@@ -67,9 +49,9 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]
     other = (column < D) & has_come[:, None]
     keys = tl.load(k + from_k, mask=mask, other=0.0) + tl.load(there, mask=other, other=0.0)
     values = tl.load(v + from_v, mask=mask, other=0.0) + tl.load(there + D, mask=other, other=0.0)
-    place = memory + at[:, None] * (2 * D) + column
-    tl.store(place, keys, mask=inside[:, None] & (column < D))
-    tl.store(place + D, values, mask=inside[:, None] & (column < D))
+    place = to + at[:, None] * (2 * D) + column
+    tl.store(place, keys.to(to.dtype.element_ty), mask=inside[:, None] & (column < D))
+    tl.store(place + D, values.to(to.dtype.element_ty), mask=inside[:, None] & (column < D))
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -102,17 +84,13 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(to_v + at_v, values.to(to_v.dtype.element_ty), mask=mask)
 
 
-def pack(to: torch.Tensor, of: Pair, step: Step, lines: torch.Tensor, *, are_own: bool) -> None:
-    """Writes lines of K and V, or their gradients, to ``to`` (lines, width · B · 2·D). ``are_own``: lines of the rank's own keys, which
-    ``own_lines`` numbers in their tensors."""
+def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step, *, are_own: bool = True) -> None:
+    """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
+    those of ``of``, of those that came after them, and of a line of zeros. ``are_own``: ``own_lines`` numbers the lines of ``of``."""
     own_lines = step.own_lines if are_own else None
-    _launch(_pack_kernel, step, (to, *of, lines, own_lines), (of,), (), to)
-
-
-def assemble(memory: torch.Tensor, own: Pair, came: torch.Tensor, step: Step) -> None:
-    """Fills a memory (rows, heads, B, 2·D) from the rank's own K and V and the lines that came, as the step's ``sources`` say."""
-    tensors = memory, *own, came, step.sources, step.own_lines
-    _launch(_assemble_kernel, step, tensors, (own,), (len(step.own_places), step.place.total), memory)
+    num_own = of[0].shape[1] * step.num_kv_heads // step.width if own_lines is None else len(own_lines)
+    counts = (num_own, 0 if came is None else len(came))
+    _launch(_gather_kernel, step, (to, *of, to if came is None else came, lines, own_lines), (of,), counts, to)
 
 
 def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:

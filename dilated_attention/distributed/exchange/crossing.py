@@ -11,10 +11,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.computation import QueryPart, rows_of
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.engine.ops.settings import CallSettings
@@ -83,28 +79,3 @@ def home_parts(problem: RingProblem, home: DilatedPattern, settings: CallSetting
         QueryPart(rows=rows, queries=span, key_rows=rows, span=KeySpan(*span, ((0, span[1] - span[0]),)), **common)
         for rows, span in rows_of(problem.shards[rank])
     )
-
-
-class SparseRows:
-    """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …)."""
-
-    def __init__(self, step: int, offsets: tuple[int, ...], rows: int, device: torch.device) -> None:
-        """``rows``: n of the tensors."""
-        row = torch.arange(0, rows, step, device=device)[:, None] + torch.tensor(offsets, device=device)
-        head = torch.arange(len(offsets), device=device)
-        # in tensors (B, n, heads, D), and in statistics (B, heads, n)
-        self._index, self._of_stats = (slice(None), row, head), (slice(None), head[:, None], row.T.contiguous())
-
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of the rows: (B, n/g, heads, D), or of statistics (B, heads, n) as (B, heads, n/g)."""
-        return x[self._index if x.dim() == 4 else self._of_stats]
-
-    def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
-        """Adds (B, n/g, heads, D) to the rows of x; each sum is rounded once."""
-        x[self._index] = (self.of(x).to(accumulation_dtype(x.dtype)) + part).to(x.dtype)
-
-    def merge(self, out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-        """Merges results of the rows, part (B, n/g, heads, D) and part_lse (B, heads, n/g), into out (B, n, heads, D) and lse."""
-        own, own_lse = self.of(out), self.of(lse)
-        merge_onto(own, own_lse.transpose(1, 2), part, part_lse.transpose(1, 2))
-        out[self._index], lse[self._of_stats] = own, own_lse

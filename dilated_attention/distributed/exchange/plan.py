@@ -10,7 +10,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -43,12 +43,6 @@ class ShardedProblem(Generic[P]):
     @property
     def seq_len(self) -> int:
         return self.documents[-1][1] if self.documents else 0
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether there is one branch with a single segment and dilation rate 1."""
-        pattern = self.pattern
-        return isinstance(pattern, DilatedPattern) and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= self.seq_len
 
 
 RingProblem = ShardedProblem[DilatedPattern]
@@ -169,12 +163,16 @@ def minus(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
     return found
 
 
+def heads_alike(pattern: DilatedPattern, num_heads: int) -> bool:
+    """Whether all heads take the same positions."""
+    return all(len(set(row)) == 1 for row in pattern.offsets(num_heads))
+
+
 @functools.lru_cache(maxsize=256)
 def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[np.ndarray | None, ...]]:
     """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch bool
     (rate, heads): which of r neighbours a head takes, None for all of them."""
-    offsets = pattern.offsets(num_heads)
-    alike = all(len(set(row)) == 1 for row in offsets)
+    offsets, alike = pattern.offsets(num_heads), heads_alike(pattern, num_heads)
     group = num_heads if alike else num_heads // num_kv_heads
     first, last = (0, 1) if alike else kv_heads
     found = []
@@ -261,19 +259,13 @@ class KeySpan:
     end: int
     documents: tuple[Range, ...]
 
-    def before(self, end: int) -> KeySpan:
-        """Returns the span without the keys from position ``end`` on, which causal queries before it do not see."""
-        high = min(end, self.end) - self.start
-        count = bisect.bisect_left(self.documents, high, key=_start)
-        return KeySpan(self.start, self.start + high, tuple((a, min(b, high)) for a, b in self.documents[:count]))
-
-    def around(self, queries: Range) -> KeySpan:
-        """Returns the span of the documents that the queries lie in: they see no keys of others."""
+    def seen_by(self, queries: Range, is_causal: bool) -> KeySpan:
+        """Returns the span of the documents that the queries lie in, where causal without the keys behind the last query."""
         low, high = (position - self.start for position in queries)
         first = bisect.bisect_right(self.documents, low, key=_start) - 1
         documents = self.documents[first : bisect.bisect_left(self.documents, high, key=_start)]
-        start, end = documents[0][0], documents[-1][1]
-        return KeySpan(self.start + start, self.start + end, tuple((a - start, b - start) for a, b in documents))
+        start, end = documents[0][0], high if is_causal else documents[-1][1]
+        return KeySpan(self.start + start, self.start + end, tuple((a - start, min(b, end) - start) for a, b in documents))
 
 
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
@@ -281,7 +273,12 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
     own = [span for span in problem.shards[rank] if span[0] < span[1]]
     if not own:
         return KeySpan(0, 0, ())
-    low, high = hull(problem, own)
+    # what the first and the last query of a range see reaches farther than what those between them do
+    reach = [
+        *own,
+        *(keys for length in problem.pattern.segment_lengths for run in own for _, keys in segments_across(problem, length, run)),
+    ]
+    low, high = min(a for a, _ in reach), max(b for _, b in reach)
     documents = [(a, b) for a, b in problem.documents if a < high and b > low]
     if problem.pattern.tail != "mask" and not problem.is_causal:
         # the number of zero keys of a segment depends on what comes after it
@@ -289,16 +286,6 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
     if len(documents) > 1 or not _begins_alike(problem.pattern, documents[0][0], (low, high)):
         low = documents[0][0]
     return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in documents))
-
-
-def hull(problem: RingProblem, shard: Iterable[Range]) -> Range:
-    """Returns the range of positions from the first to the last that some queries hold or may see; there must be queries."""
-    # what the first and the last query of a range see reaches farther than what those between them do
-    reach = [
-        *shard,
-        *(keys for length, _ in problem.pattern.branches for span in shard for _, keys in segments_across(problem, length, span)),
-    ]
-    return min(a for a, _ in reach), max(b for _, b in reach)
 
 
 def _begins_alike(pattern: DilatedPattern, start: int, span: Range) -> bool:

@@ -9,7 +9,7 @@ a row sums what it gets in float32 (float64) and rounds once. Short calls wait f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Arrival(AtHand):
         if step.send.total or step.place.total:
             assert wire is not None, "one process has nobody to exchange with"
             sent = k.new_empty((step.send.total, width))
-            _copies(k).pack(sent, self.own, step, step.send.numbers, are_own=True)
+            _copies(k).gather(sent, self.own, None, step.send.numbers, step)
             what = f"{what}, {step.what}: K and V"
             self._transfer = wire.start(_wide(sent), step.send.counts, _wide(self._came), step.place.counts, what)
 
@@ -71,7 +71,7 @@ class Arrival(AtHand):
         if step is not None:
             B, _, heads, D = k.shape
             memory = k.new_empty((step.rows, heads, B, 2 * D))
-            _copies(k).assemble(memory, self.own, self._came, step)
+            _copies(k).gather(memory, self.own, self._came, step.sources, step)
             keys = memory.permute(2, 0, 1, 3)
             self.keys = keys[..., :D], keys[..., D:]
         # what came is copied: its memory is free for the step's results
@@ -92,7 +92,7 @@ class Returning:
         if step.place.total or step.send.total:
             assert wire is not None, "one process has nobody to exchange with"
             sent = k.new_empty((step.place.total, width))
-            _copies(k).pack(sent, grads, step, step.place.numbers, are_own=False)
+            _copies(k).gather(sent, grads, None, step.place.numbers, step, are_own=False)
             what = f"backward, {step.what}: dK and dV"
             self._transfer = wire.start(_wide(sent), step.place.counts, _wide(self._came), step.send.counts, what)
 
@@ -104,39 +104,24 @@ class Returning:
         _copies(dk).add(to, self._grads, self._came, self._step)
 
 
-def forward(
-    computation: Any,
-    steps: Sequence[Step],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    wire: Wire | None,
-    meanwhile: Callable[[], object] | None = None,
-) -> None:
-    """Runs all steps, and ``meanwhile`` what else there is to compute, while the first keys are in flight."""
+def forward(work: Any, steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, wire: Wire | None) -> None:
+    """Runs all steps of a ``Work``; what needs the rank's own keys alone while the first keys are in flight."""
     arrivals = deque(Arrival(step, k, v, wire, "forward") for step in steps[:AHEAD])
-    if meanwhile is not None:
-        meanwhile()
+    work.home(AtHand(k, v), False)
     for index in range(len(steps)):
-        computation.forward(index, arrivals[0])
+        work.forward(index, arrivals[0])
         arrivals.popleft().wait()
         if index + AHEAD < len(steps):
             arrivals.append(Arrival(steps[index + AHEAD], k, v, wire, "forward"))
 
 
-def backward(
-    computation: Any,
-    steps: Sequence[Step],
-    k: torch.Tensor,
-    v: torch.Tensor,
-    wire: Wire | None,
-    meanwhile: Callable[[], Pair] | None = None,
-) -> Pair:
-    """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype; those that ``meanwhile`` returns are part of the sums."""
+def backward(work: Any, steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, wire: Wire | None) -> Pair:
+    """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype."""
     arrivals = deque(Arrival(step, k, v, wire, "backward") for step in steps[:AHEAD])
-    to = None if meanwhile is None else meanwhile()
+    to = work.home(AtHand(k, v), True)
     last: Returning | None = None
     for index, step in enumerate(steps):
-        grads = computation.backward(index, arrivals[0])
+        grads = work.backward(index, arrivals[0])
         arrivals.popleft().wait()
         if grads is not None and len(steps) == 1 and step.is_own and not step.send.total:
             # all there is

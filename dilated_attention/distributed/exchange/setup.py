@@ -13,15 +13,28 @@ import torch
 
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.exchange.computation import Computation, QueryPart, StepParts, Tensors, parts_of
-from dilated_attention.distributed.exchange.crossing import SparseRows, crossing_of, home_parts
-from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.blocks import (
+    BlockPart,
+    NeededBlocks,
+    block_parts,
+    block_span,
+    check_backends,
+    held_documents,
+    memory_of,
+    needed_blocks,
+    needs_of,
+)
+from dilated_attention.distributed.exchange.computation import Layer, Part, SparseRows, StepParts, Tensors, parts_of
+from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
+from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, heads_alike, key_span, needed_keys
 from dilated_attention.distributed.exchange.step import Step, make_step
 from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
 from dilated_attention.distributed.sharding.layout import joined, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.problems import Range
+from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
 from dilated_attention.validation import check_bool, check_counts
 
@@ -74,6 +87,34 @@ def dense_steps(
     keys = 2 * seq_len * batch * num_kv_heads * head_dim * itemsize
     seconds = 4 * seq_len**2 / (2 if is_causal else 1) / size * num_heads * head_dim * batch / FLOPS
     return head_steps("dense", num_kv_heads, keys * (size - 1) / size, keys * (1 + needs_grad), seconds, memory)
+
+
+def block_steps(
+    ring_problem: RingBlockProblem,
+    needs: NeededBlocks,
+    sizes: tuple[int, int, int],
+    memory: int,
+    branches: RingProblem | None = None,
+    *,
+    needs_grad: bool = False,
+    forced: int = 0,
+) -> tuple[int, ...]:
+    """Returns the steps of a call of a block pattern, with or without branches. ``sizes``: batch, head dim and bytes of an element."""
+    batch, head_dim, itemsize = sizes
+    kv_heads, ranks = ring_problem.num_kv_heads, range(ring_problem.size)
+    # of a row; where heads differ, a row is that of some head
+    row = 2 * batch * head_dim * itemsize * kv_heads
+    needed = [needed_blocks(ring_problem, needs, rank, (0, kv_heads), branches) for rank in ranks]
+    brought = max(x.count([(0, ring_problem.seq_len)]) / x.heads for x in needed)
+    held = max(end - start for start, end in (block_span(ring_problem, needs, rank) for rank in ranks))
+    pairs = needs.blocks * ring_problem.pattern.q_block * ring_problem.pattern.k_block
+    if branches is not None:
+        lengths = (end - start for start, end in branches.documents)
+        whole = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
+        pairs += whole / ring_problem.size
+    return head_steps(
+        "blocks", kv_heads, brought * row, held * row * (1 + needs_grad), 4 * batch * head_dim * pairs / FLOPS, memory, forced
+    )
 
 
 def explain_exchange(
@@ -186,19 +227,16 @@ class RingSetup:
     Args:
         nbytes: bytes of its tables and lists.
         exchanges: whether any rank sends anything; alike on all ranks.
-        compute: begins a pass; takes ``Masks``, q, and in a backward the ``rest`` of a ``Computation``.
+        layers: of what a pass computes (``Work``).
         sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
-        home: as ``compute``, on the rank's own rows; ``compute`` then covers every g-th row: ``query_rows``, and the steps of keys.
         digest: see ``NeededBlocks``.
     """
 
     steps: tuple[Step, ...]
     nbytes: int
     exchanges: bool
-    compute: Callable[..., Any]
+    layers: tuple[Layer, ...]
     sharding: ShardingPlan | None = None
-    home: Callable[..., Any] | None = None
-    query_rows: SparseRows | None = None
     digest: str = ""
 
 
@@ -217,13 +255,21 @@ def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
     return setup
 
 
+def check_branches(settings: CallSettings, tensors: Tensors, num_keys: int, *, has_padding: bool) -> None:
+    """Raises BackendUnavailable if this rank has no kernels for some pass of dilated or dense attention."""
+    for is_backward in (False, True) if settings.needs_grad else (False,):
+        views = (*tensors, tensors[0]) if is_backward else tensors
+        make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys)
+
+
 def make_setup(
     members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
 ) -> RingSetup:
-    """Makes the setup of calls of dilated or dense attention like this one."""
-    (q, k, _), pattern = tensors, settings.pattern
+    """Makes the setup of calls like this one; raises BackendUnavailable if this rank has no kernels for blocks of some pass."""
+    q, k, _ = tensors
     me, size, device, num_heads = members.rank, members.size, k.device, q.shape[2]
-    is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= ring.seq_len
+    blocks, pattern = pattern_from_spec(settings.blocks) if settings.blocks else None, settings.pattern if settings.branches else None
+    is_dense = blocks is None and pattern is not None and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= ring.seq_len
     exchange = exchange_of(ring.exchange, ring.layout, size, num_heads, k.shape[2], is_dense=is_dense, is_causal=settings.is_causal)
     sharding = make_sharding_plan(ring.seq_len, size, ring.layout, exchange, num_heads, k.shape[2], settings.is_causal)
     queries, keys = (sides[me] for sides in sharding.used)
@@ -231,53 +277,81 @@ def make_setup(
     # of the shapes while they compute, without memory
     q = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], queries.rows, last - first, q.shape[3])
     k = k.new_empty((1, 1, 1, 1)).expand(k.shape[0], keys.rows, keys.heads[1] - keys.heads[0], k.shape[3])
-    pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
+    B, _, kv_heads, D = k.shape
     # nothing here holds the group: the setup outlives groups, and another group may get the same name
     ranks, place = ((me,), 0) if sharding.by_heads else (range(size), me)
     shards = tuple(sharding.ranges(rank) for rank in ranks)
-    B, D = k.shape[0], k.shape[3]
-    problem = RingProblem(pattern, documents, shards, q.shape[2], k.shape[2], settings.is_causal, settings.window_sides)
-    home: Callable[..., Any] | None = None
-    query_rows: SparseRows | None = None
+    common: dict[str, Any] = {"documents": documents, "shards": shards, "num_heads": q.shape[2], "num_kv_heads": kv_heads}
+    problem: RingProblem | None = None
+    if pattern is not None:
+        pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
+        problem = RingProblem(pattern, is_causal=settings.is_causal, window=settings.window_sides, **common)
+    layers, query_rows = list[Layer](), None
     sparse: tuple[int, tuple[int, ...]] | None = None
-    # masks and dropout are by position, and detached mixing needs the outputs of all branches
-    plain = padding is None and not settings.dropout_p and not settings.detached
-    crossing = crossing_of(problem, 2 * B * k.shape[2] * D * k.element_size()) if plain and len(ranks) > 1 else None
-    if crossing is not None:
-        own = home_parts(problem, crossing.home, settings, place, first)
-        home, problem = functools.partial(Computation, StepParts((own,), q)), crossing.problem
-        query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q.shape[1], device), (crossing.step, crossing.kv_offsets)
-        q = q[:, :: crossing.step]
-    steps_of_heads: tuple[int, ...] = (k.shape[2],)
-    if len(ranks) > 1 and pattern.branch_heads == "all":
-        sizes = {"batch": B, "num_heads": num_heads, "num_kv_heads": k.shape[2], "head_dim": D, "itemsize": k.element_size()}
-        memory, training = device_memory(device), settings.needs_grad
-        if is_dense:
+    memory, row = device_memory(device), 2 * B * D * k.element_size()
+    # heads that run different branches are not divided
+    may_divide = len(ranks) > 1 and (pattern is None or pattern.branch_heads == "all")
+    steps_of_heads: tuple[int, ...] = (kv_heads,)
+    same_rows = pattern is None or heads_alike(pattern, q.shape[2])
+    if blocks is not None:
+        listed = RingBlockProblem(blocks, is_causal=settings.is_causal, **common)
+        needs = needs_of(listed, device)
+        needed_of: Callable[..., Needed] = functools.partial(needed_blocks, listed, needs, branches=problem)
+        span = memory_of(listed, needs, place, problem)
+        documents_held = held_documents(listed, place, span, settings, device)
+        same_rows = same_rows and needs.kept.shape[1] == 1
+        if may_divide:
+            sizes = B, D, k.element_size()
+            training, forced = settings.needs_grad, ring.head_steps
+            steps_of_heads = block_steps(listed, needs, sizes, memory, problem, needs_grad=training, forced=forced)
+    else:
+        assert problem is not None and pattern is not None
+        documents_held = []
+        # masks and dropout are by position, and detached mixing needs the outputs of all branches
+        plain = padding is None and not settings.dropout_p and not settings.detached
+        crossing = crossing_of(problem, row * kv_heads) if plain and len(ranks) > 1 else None
+        if crossing is not None:
+            own = home_parts(problem, crossing.home, settings, place, first)
+            layers, problem = [Layer(StepParts((own,), q), is_home=True)], crossing.problem
+            query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q.shape[1], device), (crossing.step, crossing.kv_offsets)
+            q = q[:, :: crossing.step]
+        needed_of, span = functools.partial(needed_keys, problem), key_span(problem, place)
+        if may_divide and is_dense:
             steps_of_heads = dense_steps(
-                ring.seq_len, size, is_causal=settings.is_causal, needs_grad=training, memory=memory, **sizes
+                ring.seq_len, size, batch=B, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=D, itemsize=k.element_size(),
+                is_causal=settings.is_causal, needs_grad=settings.needs_grad, memory=memory,
             )  # fmt: skip
-        else:
-            held = 2 * problem.seq_len * B * k.shape[2] * D * k.element_size() * (1 + training)
-            steps_of_heads = head_steps("dilated", k.shape[2], 0, held, 0, memory)
-    span, steps, parts, exchanges = key_span(problem, place), list[Step](), list[tuple[QueryPart, ...]](), False
-    for index, kv_heads in enumerate(heads_of(steps_of_heads)):
-        needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=kv_heads))
+        elif may_divide:
+            steps_of_heads = head_steps("dilated", kv_heads, 0, problem.seq_len * row * kv_heads * (1 + settings.needs_grad), 0, memory)
+    steps, branch_parts, listed_parts, exchanges = list[Step](), list[tuple[Part, ...]](), list[tuple[BlockPart, ...]](), False
+    for index, some in enumerate(heads_of(steps_of_heads)):
+        needed = functools.cache(functools.partial(needed_of, kv_heads=some))
         what = f"heads {index + 1} of {len(steps_of_heads)}"
-        if steps and needed(place).heads == 1 and steps_of_heads[index] == steps_of_heads[0] and not settings.dropout_p:
+        heads = some[0] * (last - first) // kv_heads, some[1] * (last - first) // kv_heads
+        if steps and same_rows and steps_of_heads[index] == steps_of_heads[0] and not settings.dropout_p:
             # the same rows of as many other heads: what is made for the first step, the plans of its parts too, serves this one
-            heads = kv_heads[0] * (last - first) // k.shape[2], kv_heads[1] * (last - first) // k.shape[2]
-            steps.append(replace(steps[0], what=what, kv_heads=kv_heads))
-            parts.append(tuple([replace(part, heads=heads) for part in parts[0]]))
+            steps.append(replace(steps[0], what=what, kv_heads=some))
+            branch_parts.append(tuple([replace(part, heads=heads) for part in branch_parts[0]]))
+            listed_parts.append(tuple([replace(part, heads=heads) for part in listed_parts[0]]))
             continue
-        steps.append(make_step(problem.shards, place, needed, kv_heads, (span.start, span.end), what, device, sparse))
-        parts.append(parts_of(problem, settings, steps[-1], place, span, first))
+        steps.append(
+            make_step(shards if problem is None else problem.shards, place, needed, some, (span.start, span.end), what, device, sparse)
+        )
+        branch_parts.append(() if problem is None else parts_of(problem, settings, heads, place, span, first))
+        listed_parts.append(block_parts(documents_held, heads, device))
         exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
+        for part in listed_parts[-1]:
+            check_backends(part, steps[-1], tensors[0], tensors[1], padding is not None)
+    if problem is not None:
+        layers.append(Layer(StepParts(branch_parts, q, steps), query_rows))
+    if blocks is not None:
+        layers.append(Layer(StepParts(listed_parts, q, steps)))
+    lists = {id(part.lists): part.lists.nbytes for parts in listed_parts for part in parts}
     return RingSetup(
         steps=tuple(steps),
-        nbytes=sum({id(step.sources): step.nbytes for step in steps}.values()),
+        nbytes=sum({id(step.sources): step.nbytes for step in steps}.values()) + sum(lists.values()),
         exchanges=exchanges,
-        compute=functools.partial(Computation, StepParts(parts, q, steps)),
+        layers=tuple(layers),
         sharding=None if sharding.given == sharding.used else sharding,
-        home=home,
-        query_rows=query_rows,
+        digest="" if blocks is None else needs.digest,
     )

@@ -18,6 +18,8 @@ from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.sharding.layout import Span
 from dilated_attention.engine.branches.problems import Range
 
+Index = tuple[slice, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
@@ -31,61 +33,39 @@ class ShardSpec:
         return sum(len(range(*span)) for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRows:
-    """``count`` rows that two holdings share: (start, step) in each of them, and the heads [first, last)."""
-
-    here: tuple[int, int]
-    there: tuple[int, int]
-    count: int
-    heads: Range
-
-    def of(self, x: torch.Tensor, side: tuple[int, int], first_head: int) -> torch.Tensor:
-        """Returns a view (B, count, heads, …) of a holding's tensor."""
-        start, step = side
-        heads = slice(self.heads[0] - first_head, self.heads[1] - first_head)
-        return x[:, start : start + (self.count - 1) * step + 1 : step, heads]
-
-
 @functools.lru_cache(maxsize=4096)
-def shared_rows(here: ShardSpec, there: ShardSpec) -> tuple[SharedRows, ...]:
-    """Returns what both hold, in the order of ``here``'s rows."""
-    heads = (max(here.heads[0], there.heads[0]), min(here.heads[1], there.heads[1]))
-    if heads[0] >= heads[1]:
+def shared_rows(here: ShardSpec, there: ShardSpec) -> tuple[tuple[Index, Index], ...]:
+    """Returns what both hold, in the order of ``here``'s rows: where it lies in tensors (B, rows, heads, …) of either."""
+    low, high = max(here.heads[0], there.heads[0]), min(here.heads[1], there.heads[1])
+    if low >= high:
         return ()
-    found = []
-    row = 0
+    heads, others_heads = (slice(low - holding.heads[0], high - holding.heads[0]) for holding in (here, there))
+    shared, row = [], 0
     for span in here.spans:
         other_row = 0
         for other in there.spans:
-            common = _common(range(*span), range(*other))
-            if common is not None:
-                positions, count = common
-                first, step = positions
-                found.append(
-                    SharedRows(
-                        (row + (first - span[0]) // span[2], step // span[2]),
-                        (other_row + (first - other[0]) // other[2], step // other[2]),
-                        count,
-                        heads,
-                    )
-                )
+            if positions := _common(range(*span), range(*other)):
+                mine, others = _rows(positions, span, row), _rows(positions, other, other_row)
+                shared.append(((slice(None), mine, heads), (slice(None), others, others_heads)))
             other_row += len(range(*other))
         row += len(range(*span))
-    return tuple(found)
+    return tuple(shared)
 
 
-def _common(a: range, b: range) -> tuple[tuple[int, int], int] | None:
-    """Returns ((first, step), count) of the positions in both ranges, or None. Their steps are equal, or one of them is 1."""
-    low, high = max(a.start, b.start), min(a.stop, b.stop)
-    step = max(a.step, b.step)
-    coarse = a if a.step == step else b
+def _common(a: range, b: range) -> range:
+    """Returns the positions in both ranges. Their steps are equal, or one of them is 1."""
+    coarse = a if a.step >= b.step else b
     assert a.step == b.step or min(a.step, b.step) == 1
-    if a.step == b.step and (a.start - b.start) % step:
-        return None
-    first = low + (coarse.start - low) % step
-    count = len(range(first, high, step))
-    return ((first, step), count) if count else None
+    low, high = max(a.start, b.start), min(a.stop, b.stop)
+    if a.step == b.step and (a.start - b.start) % a.step:
+        return range(0)
+    return range(low + (coarse.start - low) % coarse.step, high, coarse.step)
+
+
+def _rows(positions: range, span: Span, row: int) -> slice:
+    """Returns the rows of some of a span's positions, of which the first is in row ``row``."""
+    first, step = row + (positions.start - span[0]) // span[2], positions.step // span[2]
+    return slice(first, first + (len(positions) - 1) * step + 1, step)
 
 
 def reshard(
@@ -112,28 +92,22 @@ def reshard(
         shape = (x.shape[0], needed.rows, needed.heads[1] - needed.heads[0], *x.shape[3:])
         result = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=x.device)
         results.append((index, result))
-        for piece in shared_rows(mine, after[me]):
-            piece.of(result, piece.there, needed.heads[0]).copy_(piece.of(x, piece.here, mine.heads[0]))
+        for at, to in shared_rows(mine, needed):
+            result[to] = x[at]
         for rank in others:
-            for piece in shared_rows(mine, after[rank]):
-                part = piece.of(x, piece.here, mine.heads[0]).to(dtype)
-                # a copy in any case: a contiguous tensor of one number may have any stride
-                outgoing[rank].append(part.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
-            for piece in shared_rows(before[rank], needed):
-                incoming[rank].append(piece.of(result, piece.there, needed.heads[0]))
-    send_counts, counts = ([sum(map(_nbytes, parts)) for parts in by_peer] for by_peer in (outgoing, incoming))
+            # a copy in any case: a contiguous tensor of one number may have any stride
+            parts = (x[at].to(dtype).clone(memory_format=torch.contiguous_format) for at, _ in shared_rows(mine, after[rank]))
+            outgoing[rank] += [part.view(-1).view(torch.uint8) for part in parts]
+            incoming[rank] += [result[to] for _, to in shared_rows(before[rank], needed)]
+    send_counts, counts = ([sum(part.nbytes for part in parts) for parts in by_peer] for by_peer in (outgoing, incoming))
     came = tensors[0].new_empty(sum(counts), dtype=torch.uint8)
     if sum(send_counts) or sum(counts):
         assert wire is not None, "one process holds everything"
         wire.start(torch.cat([came[:0], *itertools.chain(*outgoing)]), send_counts, came, counts, what).wait()
     places = list(itertools.chain(*incoming))
-    for place, part in zip(places, came.split([*map(_nbytes, places)]), strict=True):
+    for place, part in zip(places, came.split([place.nbytes for place in places]), strict=True):
         if part.storage_offset() % place.itemsize:
             # what came before it from another rank has an odd number of bytes
             part = part.clone()
         (place.add_ if add else place.copy_)(part.view(place.dtype).view(place.shape))
     return [result for _, result in sorted(results, key=lambda found: found[0])]
-
-
-def _nbytes(x: torch.Tensor) -> int:
-    return x.numel() * x.itemsize

@@ -1,4 +1,4 @@
-"""Builds and caches the lists of blocks that kernels read, from a pattern and shapes; also selects rows and renumbers key blocks."""
+"""Builds and caches the lists of blocks that kernels read, from a pattern and shapes; also selects rows."""
 
 from __future__ import annotations
 
@@ -87,18 +87,19 @@ def clear_block_lists() -> None:
 def _built(
     pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
-    heads = num_heads if pattern.per_head else 1
-    blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * heads
-    # hundreds of operations on few numbers: a GPU's launches take longer than a CPU's work
-    on_host = device.type == "cuda" and blocks <= _MOST_ON_HOST and not pattern.lives_here
+    where = building_device(pattern, num_queries, num_keys, num_heads, device)
     lists = kept_blocks(
-        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal,
-        device="cpu" if on_host else device,
+        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=where
     )  # fmt: skip
     checked_total(lists.num_entries)
-    if device.type == "cuda":
-        lists = lists.on(device) if on_host else lists
-    return _marked(lists)
+    return _marked(lists if where == device else lists.on(device))
+
+
+def building_device(pattern: BlockPattern, num_queries: int, num_keys: int, num_heads: int, device: torch.device) -> torch.device:
+    """Returns where to build lists for a device. It takes hundreds of operations; on few numbers a GPU's launches take longer than a CPU's
+    work."""
+    blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * (num_heads if pattern.per_head else 1)
+    return torch.device("cpu") if blocks <= _MOST_ON_HOST and not pattern.lives_here else device
 
 
 def _marked(lists: BlockLists) -> BlockLists:
@@ -139,42 +140,3 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     masks = None if lists.masks is None else lists.masks[place]
     row_starts = torch.nn.functional.pad(starts.diff()[chosen].cumsum(0), (1, 0)).to(torch.int32)
     return replace(lists, num_queries=num_queries, row_starts=row_starts, columns=lists.columns[place], masks=masks, interval=interval)
-
-
-def renumber_columns(lists: BlockLists, mapping: Tensor, num_keys: int) -> BlockLists:
-    """Returns the lists over other key blocks: column c becomes ``mapping[c]``, or is dropped where that is −1.
-
-    Args:
-        mapping: (columns,) int64, with no two columns mapped to the same one. A block that is short before or after must be short by the
-            same amount in both.
-        num_keys: number of new keys.
-
-    The interval is in positions, so it is kept only if every column keeps its number.
-    """
-    mapping = mapping.to(lists.columns.device)
-    assert mapping.shape[0] == lists.num_columns
-    old_columns = (mapping >= 0).nonzero()[:, 0]
-    new_columns = mapping[old_columns]
-    sizes_differ = (lists.num_keys - old_columns * lists.k_block).clamp(max=lists.k_block) != (
-        num_keys - new_columns * lists.k_block
-    ).clamp(max=lists.k_block)
-    stays = new_columns == old_columns
-    if bool(sizes_differ.any()):
-        raise ValueError(
-            f"mapping takes key blocks to places of another size ({lists.num_keys} → {num_keys} keys, blocks of {lists.k_block}); "
-            "the short last block can only go to a short last place"
-        )
-    column = mapping[lists.columns.long()]
-    kept = (column >= 0).nonzero()[:, 0]
-    new_count = max(-(-num_keys // lists.k_block), 1)
-    ordered, order = (lists.row_of_entry[kept] * new_count + column[kept]).sort()
-    place = kept[order]
-    starts = torch.searchsorted(ordered, torch.arange(lists.row_starts.shape[0], device=column.device) * new_count)
-    return replace(
-        lists,
-        num_keys=num_keys,
-        row_starts=starts.to(torch.int32),
-        columns=(ordered % new_count).to(torch.int32),
-        masks=None if lists.masks is None else lists.masks[place],
-        interval=lists.interval if bool(stays.all()) else None,
-    )

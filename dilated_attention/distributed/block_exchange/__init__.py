@@ -1,1 +1,0 @@
-"""Block-sparse attention over a sharded sequence: plan, schedule of messages, and execution."""

@@ -1,0 +1,315 @@
+"""Block patterns over several ranks: which key rows each rank needs, and how it computes its query blocks on the keys of a step, with the
+lists of a single process. Every rank works out the needs of all ranks from the same lists, so none asks another.
+
+A rank needs all rows of a key block if one of its query blocks keeps it for one of a step's heads. Blocks are counted from the first
+position of each document; they need not end where a rank's rows end. Where a rank holds a part of a query block, the launch has the whole
+block, and rows that the rank does not hold count for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dilated_attention.backends import Backend, Dropout, Mask, Options
+from dilated_attention.distributed.exchange.computation import Masks, Part, Tensors
+from dilated_attention.distributed.exchange.plan import (
+    KeySpan,
+    Needed,
+    RingBlockProblem,
+    RingProblem,
+    Wanted,
+    aligned_span,
+    key_span,
+    union,
+    wanted_keys,
+)
+from dilated_attention.distributed.exchange.step import Pair, Step
+from dilated_attention.distributed.sharding.layout import joined
+from dilated_attention.engine.blocks.documents import request_of
+from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
+from dilated_attention.engine.blocks.lists import block_lists, building_device, select_rows
+from dilated_attention.engine.branches.launches import Into
+from dilated_attention.engine.branches.problems import Range
+from dilated_attention.engine.ops.prepare import select_backend
+from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.pattern.blocks.block_lists import BlockLists
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The key blocks of all documents, one after the other. ``starts, ends``: (C,) positions of each block; ``first``: index of each
+    document's first block, followed by C."""
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class NeededBlocks:
+    """``kept``: bool (W, K or 1, C), whether a rank needs a key block for a key/value head (1 for all); ``blocks``: the most blocks that a
+    rank computes, over all heads; ``digest``: hash of the lists, if patterns cannot be compared."""
+
+    kept: torch.Tensor
+    blocks: float
+    digest: str
+
+    def of_heads(self, heads: Range) -> torch.Tensor:
+        """Returns ``kept`` for key/value heads [first, last), bool (W, C)."""
+        return self.kept[:, 0] if self.kept.shape[1] == 1 else self.kept[:, slice(*heads)].any(1)
+
+
+@functools.lru_cache(maxsize=4)
+def columns_of(ring_problem: RingBlockProblem) -> Columns:
+    block = ring_problem.pattern.k_block
+    first, starts, ends = [0], [], []
+    for start, end in ring_problem.documents:
+        mine = torch.arange(start, end, block)
+        starts.append(mine)
+        ends.append((mine + block).clamp(max=end))
+        first.append(first[-1] + mine.shape[0])
+    none = torch.zeros(0, dtype=torch.int64)
+    return Columns(torch.cat([none, *starts]), torch.cat([none, *ends]), tuple(first))
+
+
+def lists_of(ring_problem: RingBlockProblem, document: Range, device: torch.device) -> BlockLists:
+    """Returns the lists of a whole document, on the device or, where they are short, on the host: each rank's rows are chosen from them."""
+    pattern, length = ring_problem.pattern, document[1] - document[0]
+    where = building_device(pattern, length, length, ring_problem.num_heads, device)
+    return block_lists(pattern, length, ring_problem.num_heads, is_causal=ring_problem.is_causal, device=where)
+
+
+def query_blocks(ring_problem: RingBlockProblem, rank: int, document: Range) -> tuple[Range, ...]:
+    """Returns the runs of query blocks of a document of which a rank holds rows, ascending and apart."""
+    (start, end), block = document, ring_problem.pattern.q_block
+    inside = [(max(low, start) - start, min(high, end) - start) for low, high in ring_problem.shards[rank]]
+    return joined((low // block, -(-high // block)) for low, high in inside if low < high)
+
+
+@functools.lru_cache(maxsize=32)
+@torch.no_grad()
+def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBlocks:
+    """Computes the needs of all ranks from the lists of all; they are returned on the CPU."""
+    columns, pattern, ratio = columns_of(ring_problem), ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads
+    # a pattern that is given by a density may differ between heads at one length but not at another
+    per_head = any(pattern.at(end - start).per_head for start, end in ring_problem.documents)
+    kept = torch.zeros((ring_problem.size, ring_problem.num_kv_heads if per_head else 1, len(columns.starts)), dtype=torch.bool)
+    blocks, digest = [0.0] * ring_problem.size, hashlib.sha256() if pattern.lives_here else None
+    for index, document in enumerate(ring_problem.documents):
+        lists = lists_of(ring_problem, document, device)
+        starts, column = lists.row_starts.tolist(), columns.first[index] + lists.columns.cpu().long()
+        for rank in range(ring_problem.size):
+            # a run's blocks of one head lie side by side
+            for group, (low, high) in itertools.product(range(lists.num_heads), query_blocks(ring_problem, rank, document)):
+                first, last = starts[group * lists.num_rows + low], starts[group * lists.num_rows + high]
+                kept[rank, group // ratio if lists.num_heads > 1 else slice(None), column[first:last]] = True
+                blocks[rank] += (last - first) * ring_problem.num_heads / lists.num_heads
+        if digest is not None:
+            for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
+                digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
+    return NeededBlocks(kept, max(blocks), "" if digest is None else digest.hexdigest()[:16])
+
+
+def kept_runs(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, kv_heads: Range | None = None) -> list[Range]:
+    """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some of these heads or of all."""
+    columns = columns_of(ring_problem)
+    kept = needs.of_heads(kv_heads or (0, ring_problem.num_kv_heads))[rank]
+    starts, ends = columns.starts[kept], columns.ends[kept]
+    cuts = (starts[1:] != ends[:-1]).nonzero()[:, 0]
+    firsts, lasts = torch.cat([starts[:1], starts[1:][cuts]]), torch.cat([ends[:-1][cuts], ends[-1:]])
+    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
+def needed_blocks(
+    ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, kv_heads: Range, branches: RingProblem | None = None
+) -> Needed:
+    """Returns the keys of other ranks that a rank needs for a step's heads, for a kept block or for ``branches``."""
+    wanted, heads = ([], 1) if branches is None else wanted_keys(branches, rank, kv_heads)
+    wanted += [Wanted(*run) for run in kept_runs(ring_problem, needs, rank, kv_heads)]
+    return union(wanted, ring_problem.shards[rank], heads)
+
+
+def block_span(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int) -> Range:
+    """Returns the shortest range of whole key blocks that holds a rank's own and needed keys."""
+    runs, block = kept_runs(ring_problem, needs, rank), ring_problem.pattern.k_block
+    if own := ring_problem.shards[rank]:
+        for position in (own[0][0], own[-1][1] - 1):
+            start, end = next((a, b) for a, b in ring_problem.documents if a <= position < b)
+            low = position - (position - start) % block
+            runs.append((low, min(low + block, end)))
+    return (min(low for low, _ in runs), max(high for _, high in runs)) if runs else (0, 0)
+
+
+def memory_of(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, branches: RingProblem | None = None) -> KeySpan:
+    """Returns the span of keys that a rank gathers, for the blocks and for ``branches``, which count their segments in it."""
+    low, high = block_span(ring_problem, needs, rank)
+    if branches is not None and high:
+        other = key_span(branches, rank)
+        low, high = aligned_span(branches, (min(low, other.start), max(high, other.end)), ring_problem.pattern.k_block)
+    return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in ring_problem.documents if a < high and b > low))
+
+
+def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
+    """Returns the lists of query heads [first, last); lists that all heads share stay as they are."""
+    if lists.num_heads == 1:
+        return lists
+    assert lists.num_batch == 1
+    first, last = heads[0] * lists.num_rows, heads[1] * lists.num_rows
+    starts = lists.row_starts[first : last + 1]
+    low, high = (int(x) for x in starts[[0, -1]].tolist())
+    masks = None if lists.masks is None else lists.masks[low:high]
+    found = replace(lists, num_heads=heads[1] - heads[0], row_starts=starts - low, columns=lists.columns[low:high], masks=masks)
+    return _without_unused_masks(found)
+
+
+def _without_unused_masks(lists: BlockLists) -> BlockLists:
+    """Drops masks that only other rows or heads have, because more kernels support lists without masks."""
+    if lists.masks is None or bool((lists.masks >= 0).any()):
+        return lists
+    return replace(lists, masks=None, bits=lists.bits[:0], interval=None)
+
+
+def lists_of_memory(lists: BlockLists, keys: Range) -> BlockLists:
+    """Returns the lists over the keys at positions [low, high) of the document alone, which begin with a block. A last block that goes on
+    beyond them is dropped; lists that serve several lengths may also name others, of which no pair is left."""
+    size, (low, high) = lists.k_block, keys
+    shifted = None if lists.interval is None else [(x - low).clamp(0, high - low) for x in lists.interval]
+    last = -(-high // size) if high == lists.num_keys else high // size
+    inside = (lists.columns >= low // size) & (lists.columns < last)
+    moved = replace(
+        lists,
+        num_keys=high - low,
+        row_starts=torch.nn.functional.pad(inside.cumsum(0, dtype=torch.int32), (1, 0))[lists.row_starts.long()],
+        columns=lists.columns[inside] - low // size,
+        masks=None if lists.masks is None else lists.masks[inside],
+        interval=None if shifted is None else (shifted[0], shifted[1]),
+    )
+    return _without_unused_masks(moved)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockPart(Part):
+    """One document's query blocks and some heads of them, on rows of a step's memory that begin at position ``first_key``. ``place``: of
+    the launch's rows (whole blocks) those that the rank holds, None for all; ``positions``: (L,) of the launch's rows, in the whole."""
+
+    settings: CallSettings
+    place: torch.Tensor | None
+    positions: torch.Tensor
+    first_key: int
+    lists: BlockLists
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
+        q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
+        backend = self.backend(q, k, masks.padding is not None, False)
+        to = None if into is None else into[0]
+        assert to is None or self.place is None, "rows that are not adjacent have no view"
+        out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
+        return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
+
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
+        dout, q, k, v, out, lse = tensors
+        # for rows that the rank does not hold, weights and gradients are 0
+        dout, q, out = (self._launched(x, 1) for x in (dout, q, out))
+        k, v = k[:, self.key_rows], v[:, self.key_rows]
+        dlse = None if dlse is None else self._launched(dlse, 2)
+        backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
+        tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
+        to = None if into is None else into[0]
+        dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=to)  # type: ignore[arg-type]
+        return dq if self.place is None else dq.index_select(1, self.place), dk, dv
+
+    def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
+        """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
+        if self.place is None:
+            assert isinstance(self.rows, slice)
+            return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
+        shape = list(x.shape)
+        shape[dim] = len(self.positions)
+        return x.new_full(shape, value).index_copy_(dim, self.place, x.index_select(dim, self.rows))  # type: ignore[arg-type]
+
+    def _options(self, q: torch.Tensor, masks: Masks) -> Options:
+        settings, first, count = self.settings, self.first_key, self.key_rows.stop - self.key_rows.start
+        padding = None if masks.padding is None else masks.padding[:, first : first + count]
+        dropout = None
+        if settings.dropout_p:
+            batch, device = q.shape[0], q.device
+            positions = torch.arange(first, first + count, device=device)
+            queries, keys = (x.expand(batch, -1) for x in (self.positions, positions))
+            entries, heads = torch.arange(batch, device=device), torch.arange(*self.heads, device=device)
+            dropout = Dropout(settings.dropout_p, masks.seed, entries, heads, queries, keys)
+        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+        return Options(settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
+
+    def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
+        """Returns the backend of a pass on tensors like these, or raises BackendUnavailable; None if no key is kept."""
+        if not self.lists.num_entries or not q.shape[0]:
+            return None
+        kind = (is_backward, has_padding, q.stride(), k.stride())
+        if kind not in self.passes:
+            request = request_of(self.lists, (q, k), self.settings, has_padding, is_backward)
+            self.passes[kind] = select_backend(request, self.settings)
+        return self.passes[kind]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldDocument:
+    """What a rank computes of a document: the lists of all heads over the keys in the memory, and what its parts have in common."""
+
+    lists: BlockLists
+    common: dict[str, Any]
+
+
+def held_documents(
+    ring_problem: RingBlockProblem, rank: int, span: KeySpan, settings: CallSettings, device: torch.device
+) -> list[HeldDocument]:
+    """Returns the documents of which a rank holds rows. ``span``: of the keys in the memory."""
+    own, block = torch.cat([torch.arange(0), *(torch.arange(*run) for run in ring_problem.shards[rank])]), ring_problem.pattern.q_block
+    found = []
+    for document in ring_problem.documents:
+        if not (runs := query_blocks(ring_problem, rank, document)):
+            continue
+        rows = torch.cat([torch.arange(*run) for run in runs])
+        lists, (start, end) = lists_of(ring_problem, document, device), document
+        if len(rows) < lists.num_rows:
+            lists = select_rows(lists, rows)
+        keys = max(start, span.start), min(end, span.end)
+        if keys != document:
+            lists = lists_of_memory(lists, (keys[0] - start, keys[1] - start))
+        positions = (rows[:, None] * block + torch.arange(block)).flatten() + start
+        positions = positions[positions < end]
+        at = torch.searchsorted(own, positions)
+        place = (own[at.clamp(max=len(own) - 1)] == positions).nonzero()[:, 0]
+        held, is_whole = at[place], len(place) == len(positions)
+        common: dict[str, Any] = {
+            # whole blocks of one document lie side by side
+            "rows": slice(int(held[0]), int(held[-1]) + 1) if is_whole else held.to(device),
+            "place": None if is_whole else place.to(device),
+            "key_rows": slice(keys[0] - span.start, keys[1] - span.start),
+            "positions": positions.to(device),
+            "first_key": keys[0],
+            "settings": settings,
+        }
+        found.append(HeldDocument(lists, common))
+    return found
+
+
+def block_parts(held: list[HeldDocument], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:
+    """Returns what a rank computes in a step for some query heads."""
+    of_heads = ((lists_of_heads(x.lists, heads), x.common) for x in held)
+    return tuple(BlockPart(heads=heads, lists=x if x.columns.device == device else x.on(device), **common) for x, common in of_heads)
+
+
+def check_backends(part: BlockPart, step: Step, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:
+    """Chooses the backends of a part before any rank sends anything; raises BackendUnavailable if this rank has none for some pass."""
+    keys, rows, (B, _, _, D) = step.of_heads(k), step.local(part.key_rows), k.shape
+    if rows is None:
+        memory = torch.empty((step.rows, step.num_kv_heads, B, 2 * D), dtype=k.dtype, device="meta")
+        keys, rows = memory.permute(2, 0, 1, 3)[..., :D], part.key_rows
+    for is_backward in (False, True) if part.settings.needs_grad else (False,):
+        part.backend(q[:, :, slice(*part.heads)], keys[:, rows], has_padding, is_backward)
