@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from dilated_attention.distributed.comm.call_consistency import agree
 from dilated_attention.distributed.comm.watchdog import session_of
 from dilated_attention.distributed.errors import RingError
 from dilated_attention.pattern import BigBird, LocalWindow
-from tests.helpers.pool import Pool, fresh_processes, pool_of
+from tests.helpers.pool import Pool, PoolError, fresh_processes, pool_of
 
 # seconds that others wait for a rank that never comes; on a busy machine one that does is late by more than one
 LATE = 4.0
@@ -162,8 +164,10 @@ def call(
 # (what all call first, what the last rank calls in its place, what the message says beside which ranks)
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "is_causal": ({}, CAUSAL, "ring_attention: ranks disagree on is_causal: "),
+    "exchange": ({"exchange": "all_to_all"}, {"exchange": "all_gather"}, "ring_attention: ranks disagree on exchange: "),
     "requires_grad": ({}, {"grad": True}, "ring_attention: ranks disagree on requires_grad: "),
     "return_lse": ({"grad": True}, {"grad": True, "return_lse": True}, "ring_attention: ranks disagree on return_lse: "),
+    "seq_len asked for": ({}, {"seq_len": None}, "ring_attention: ranks disagree on seq_len: "),
     "another length": ({}, {"seq_len": N + 2}, "ring_attention: ranks disagree on seq_len: "),
     "heads of equal bytes": ({"H": 4, "D": 16}, {"H": 8, "D": 8}, "ring_attention: ranks disagree on q.shape[2]: "),
     "segment_lengths": ({"function": "dilated"}, {"function": "dilated", "w": [32, N]}, "ranks disagree on segment_lengths: "),
@@ -173,6 +177,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"function": "blocks", "pattern": BigBird(64, 64, 1, 0, block_size=64)},
         "ring_block_sparse_attention: ranks disagree on pattern: ",
     ),
+    "head_steps": ({"function": "blocks"}, {"function": "blocks", "head_steps": 4}, "ranks disagree on head_steps: "),
 }
 
 
@@ -281,3 +286,25 @@ def without_exchange(rank: int, world: int) -> str:
 def test_calls_that_exchange_nothing_are_compared(own_pools: dict[int, Pool]) -> None:
     for text in own_pools[2].run(without_exchange):
         assert "ring_dilated_attention: ranks disagree on segment_lengths: rank 0 has [16], rank 1 has [32]" in text
+
+
+def dies(rank: int, world: int, victim: int) -> str:
+    """The comparison asks a store whose server, rank 0, may be the one that has died."""
+    for _ in range(3):
+        call(timeout=4.0)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RingError) as raised:
+        call(timeout=4.0)
+    assert time.monotonic() - began < 8
+    raise raised.value
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_no_disagreement(own_pools: dict[int, Pool], victim: int) -> None:
+    with pytest.raises(PoolError) as raised:
+        own_pools[3].run(dies, victim)
+    text = str(raised.value)
+    assert f"--- rank {victim} of 3: died with exit code -9" in text and text.count("RingError: rank") >= 2
+    assert "ranks disagree" not in text

@@ -160,6 +160,12 @@ def ails(rank: int, world: int, victim: int, how: str) -> None:
     ring(rank, world, HOPS, at_hop)
 
 
+def leaves_early(rank: int, world: int, victim: int) -> None:
+    ring(rank, world, HOP if rank == victim else HOPS)
+    # another call, which the others do not make
+    dist.barrier()
+
+
 def steps(rank: int, world: int, victim: int) -> None:
     """Training steps of attention itself."""
     shape, dtype = (1, 256, 4, 64), torch.bfloat16 if here().type == "cuda" else torch.float32
@@ -239,6 +245,51 @@ def test_the_rank_that_serves_the_store_is_killed(machine: Machine, tmp_path: Pa
     assert ends[0].code == -signal.SIGKILL
     for end in survivors(machine, ends, 0):
         assert "its server, usually global rank 0, has ended" in end.error or "store of torch.distributed" in end.error
+
+
+@pytest.mark.parametrize("machine", machines(3))
+def test_a_rank_that_makes_another_call(machine: Machine, tmp_path: Path) -> None:
+    ends = play(machine, leaves_early, 2, folder=tmp_path)
+    told_of(machine, ends, 2)
+    # its own call is torch's, and ends once the others have
+    assert ends[2].code == 1
+
+
+def two_failures(rank: int, world: int) -> None:
+    """Whoever goes on after the first error hears of it at once."""
+    if rank == 1:
+        time.sleep(TIMEOUT + 3)
+        return
+    with pytest.raises(RingError) as first:
+        ring(rank, world, 2)
+    began = time.monotonic()
+    for again in (
+        lambda: begin(world, (1, torch.zeros(0)), (1, torch.zeros(0)), "ring backward, hop 0"),
+        lambda: agree(members_of(None), {}, {}, TIMEOUT),
+    ):
+        with pytest.raises(RingError, match="this group failed before and cannot be used again; it failed with: ") as second:
+            again()
+        assert str(first.value) in str(second.value)
+    assert time.monotonic() - began < TIMEOUT
+    raise first.value
+
+
+def test_a_group_that_failed_is_refused_at_once(tmp_path: Path) -> None:
+    ends = play(Machine("gloo", 2), two_failures, folder=tmp_path)
+    assert ends[0].error.startswith("RingError: rank 0: ring forward, hop 0: K and V: receiving 3.81 MiB from rank 1 failed after ")
+    assert ends[0].seconds >= TIMEOUT and ends[1].code == 0
+
+
+def dies_before(rank: int, world: int, victim: int) -> None:
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    agree(members_of(None), {"function": "ring_attention", "heads": 8}, {}, TIMEOUT)
+
+
+def test_a_rank_dies_before_the_others_need_it(tmp_path: Path) -> None:
+    machine, text = Machine("gloo", 3), "ring_attention: check that all ranks make the same call failed after 5.0 s"
+    for end in survivors(machine, play(machine, dies_before, 1, folder=tmp_path), 1):
+        assert re.match(rf"RingError: rank \d: {text}: rank 1 posted nothing; ", end.error) and f"rank 1 {SILENT}" in end.error
 
 
 # --- where waiting does not block -------------------------------------------------------------------------------------------------

@@ -114,6 +114,27 @@ def test_first_uses_of_many_groups_at_once(how: str, world: int, count: int) -> 
             assert after >= 2
 
 
+def two_groups(rank: int, world: int) -> None:
+    """Calls on two groups in turn, the backward of one after the forward of the other; then groups are destroyed and made again."""
+    for life in range(3):
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        parts = [[x.requires_grad_() for x in shard_sequence(group, whole(life), [1] * 3)] for group in groups]
+        outs = [ring_attention(*mine, group=group, seq_len=N, layout="contiguous") for mine, group in zip(parts, groups, strict=True)]
+        for out in outs[::-1] if life % 2 else outs:
+            out.square().sum().backward()
+        expected = shard_sequence(groups[0], attend("dense", whole(life), None, False), [1] * 4)
+        for out, mine in zip(outs, parts, strict=True):
+            for a, b in zip([out, *(x.grad for x in mine)], expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def test_two_groups_in_turn_and_anew() -> None:
+    with closing(Pool(2)) as pool:
+        pool.run(two_groups)
+
+
 _GROUP = """
 import os, sys, time
 import torch, torch.distributed as dist
