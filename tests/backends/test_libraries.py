@@ -32,15 +32,20 @@ MATH = registry.get("math")
 WINDOW = Case(pattern=DilatedPattern((2**62,), (1,)), window=(3, 2), num_queries=20, query_offset=9, num_keys=40, head_dim=16)
 
 
+def put_on_cpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From now on this backend runs on CPUs, in any dtype."""
+    backend = registry.get(name)
+    can = replace(backend.capabilities, devices=frozenset({"cpu"}), dtypes=ALL_FLOATS, package=None, compute_capabilities=None)
+    monkeypatch.setattr(backend, "capabilities", can)
+    registry.cached.clear()
+
+
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Any case by this backend, as if it ran on CPUs and in any dtype, is its definition."""
+    """Any case by this backend is its definition."""
 
     def check(name: str, dtype: torch.dtype = torch.float64) -> None:
-        backend = registry.get(name)
-        can = replace(backend.capabilities, devices=frozenset({"cpu"}), dtypes=ALL_FLOATS, package=None, compute_capabilities=None)
-        monkeypatch.setattr(backend, "capabilities", can)
-        registry.cached.clear()
+        put_on_cpu(monkeypatch, name)
         report = check_backend(name, device="cpu", dtypes=[dtype], cases=40, space=Space.of_backend(name))
         assert report.cases > 30
         if dtype is not torch.float32:
@@ -106,7 +111,7 @@ def test_flash2_is_reached_as_meant(check: Callable[..., None], monkeypatch: pyt
 # --- FlashAttention-3 -------------------------------------------------------------------------------------------------------------
 
 
-class _Flash3Ops:
+class Flash3Ops:
     """``torch.ops.flash_attn_3`` in plain torch; what it returns is another Python object than what it wrote to."""
 
     packed = 0
@@ -117,7 +122,7 @@ class _Flash3Ops:
         out = torch.empty_like(q) if rest[3] is None else rest[3]
         lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]))
         tensors = (q, k, v, out, lse)
-        for rows, seen in self._problems(queries, keys):
+        for rows, seen in self._problems(queries, keys, rest[9:11]):
             q_, k_, v_, out_, lse_ = (x if queries is None else x[None] for x in tensors)
             options = _options(rest[20:24], q_[:, rows], k_[:, seen])
             out_[:, rows], lse_[:, :, rows] = MATH.forward(q_[:, rows], k_[:, seen], v_[:, seen], options)
@@ -126,16 +131,17 @@ class _Flash3Ops:
     def bwd(self, *given: Any) -> None:
         tensors, (queries, keys) = given[:9], given[9:11]
         assert len(given) == 22 and given[5].is_contiguous() and given[19:] == (0.0, False, 0)
-        for rows, seen in self._problems(queries, keys):
+        for rows, seen in self._problems(queries, keys, given[13:15]):
             dout, q, k, v, out, lse, dq, dk, dv = (x if queries is None else x[None] for x in tensors)
             of_rows = dout[:, rows], q[:, rows], k[:, seen], v[:, seen], out[:, rows], lse[:, :, rows]
             dq[:, rows], dk[:, seen], dv[:, seen] = MATH.backward(*of_rows, _options(given[15:19], q[:, rows], k[:, seen]))
 
-    def _problems(self, queries: Any, keys: Any) -> list[tuple[slice, slice]]:
+    def _problems(self, queries: Any, keys: Any, most: Any) -> list[tuple[slice, slice]]:
         if queries is None:
             return [(slice(None), slice(None))]
-        _Flash3Ops.packed += 1
-        ranges = ([slice(a, b) for a, b in itertools.pairwise(x.tolist())] for x in (queries, keys))
+        Flash3Ops.packed += 1
+        ranges = [[slice(a, b) for a, b in itertools.pairwise(x.tolist())] for x in (queries, keys)]
+        assert tuple(most) == tuple(max(part.stop - part.start for part in side) for side in ranges)
         return list(zip(*ranges, strict=True))
 
 
@@ -146,13 +152,13 @@ def _options(given: Any, q: torch.Tensor, k: torch.Tensor) -> Options:
 
 def test_flash3_is_reached_as_meant(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, and documents of one launch, too."""
-    monkeypatch.setattr(flash3, "_ops", _Flash3Ops)
+    monkeypatch.setattr(flash3, "_ops", Flash3Ops)
     check("flash3")
     case = Case(pattern=DilatedPattern((2**62,), (1,)), num_queries=120, num_keys=120, heads=4, kv_heads=2, bounds=(0, 30, 90, 120))
     for is_causal in (False, True):
         assert all(result.passes for result in measure(replace(case, is_causal=is_causal), "flash3", torch.float64))
     # in one launch each
-    assert _Flash3Ops.packed == 4
+    assert Flash3Ops.packed == 4
 
 
 # --- xformers ---------------------------------------------------------------------------------------------------------------------

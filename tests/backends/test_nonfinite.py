@@ -130,11 +130,10 @@ SPACES = {"branches": SPACE, "blocks": replace(SPACE, blocks=True, max_length=20
 SEEDS = [*(("branches", seed) for seed in (*range(60), 1061, 2021)), *(("blocks", seed) for seed in (*range(24), 45, 61))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("space", "seed"), SEEDS)
-def test_planted_numbers_stay_in_their_reach(space: str, seed: int, backend: str, dtype: torch.dtype) -> None:
-    draw = random.Random(seed)
+def test_planted_numbers_stay_in_their_reach(space: str, seed: int, backend: str) -> None:
+    draw, dtype = random.Random(seed), (torch.float64, torch.float32)[seed % 2]
     # blocks that content chooses are others where it is not finite
     case = static(random_case(draw, replace(SPACES[space], dropout=backend == "math")))
     dirty, clean = plant(inputs(case, dtype), draw)
@@ -161,7 +160,7 @@ def run_planted(rank: int, world: int, seeds: list[int]) -> list[Result]:
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", range(0, 40, 20))
 def test_planted_numbers_stay_in_their_reach_of_rings(first: int) -> None:
     world, seeds = 2, list(range(first, first + 20))
     ranks = pool_of(world).run(run_planted, seeds)

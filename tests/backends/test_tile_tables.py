@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.call import Tables
-from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
+from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk, counts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +70,7 @@ def by_table(walk: Walk, of_keys: bool, tile: int, rows: torch.Tensor) -> Places
     return places
 
 
-@pytest.mark.parametrize("first", range(0, 24, 6))
+@pytest.mark.parametrize("first", range(0, 12, 6))
 def test_every_result_has_one_place_and_one_tile(first: int) -> None:
     for seed, (tile, right) in itertools.product(range(first, first + 6), ((16, None), (3, 0), (2, None))):
         walk = random_walk(seed)
@@ -185,14 +185,3 @@ def test_a_kernel_that_compiles_ahead_is_waited_for_where_it_is_launched(
     options = {"FIRST": 1, "SECOND": 2, "num_warps": 4, "num_stages": 1}
     assert all(args == (x.dtype, y.dtype, 5) and named == {"grid": (1,), **options} for _, args, named in kernel.bound)
     assert [run[:1] + run[-5:] for run in kernel.compiled[0].runs] == [(16, 16, 32, 5, 2, 1), (48, 48, 32, 5, 2, 1)]
-
-
-def test_parts_of_a_workspace_are_apart_and_aligned() -> None:
-    space = Workspace(torch.device(DEVICE), (5, torch.float32), (0, torch.bfloat16), (67, torch.bfloat16), (3, torch.float32))
-    parts = space.tensors()
-    assert [(x.numel(), x.dtype) for x in parts] == [(5, torch.float32), (0, torch.bfloat16), (67, torch.bfloat16), (3, torch.float32)]
-    for i, part in enumerate(parts):
-        part.fill_(i)
-    assert [x.unique().tolist() for x in parts] == [[0], [], [2], [3]]
-    assert all(part.data_ptr() == at for at, part in zip(space.pointers, parts, strict=True) if part.numel())
-    assert all((at - space.pointers[0]) % 128 == 0 for at in space.pointers)

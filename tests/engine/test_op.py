@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +16,19 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention import DilatedPattern, attention, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
+from dilated_attention import DilatedPattern, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
 from dilated_attention.engine.blocks.lists import clear_block_lists
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
-from dilated_attention.pattern import BigBird, BlockPattern, BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
+from dilated_attention.pattern import BlockPattern, BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
+from dilated_attention.testing import Case, call, inputs, results
 from tests.helpers.forms import Looks
 from tests.helpers.fused import run_fused
-from tests.helpers.op_settings import calls_of, settings
+from tests.helpers.op_settings import calls_of
 
 OPS = torch.ops.dilated_attention
 WINDOW = LocalWindow((20, 3), block_size=64)
@@ -66,69 +69,61 @@ def make_qkv(
 
 # --- registration ---------------------------------------------------------------------------------------------------------------------
 
-# of the forward op's arguments, one set for each that is optional
-ARGUMENTS: dict[str, dict[str, Any]] = {
+SHORT = DilatedPattern((3, 4), (1, 2))
+# one case for each argument that is optional
+CHECKED: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True, "kv_heads": 1},
-    "padding": {"mask": torch.arange(20)[None].repeat(2, 1) % 3 == 0, "batch": 2, "backend": "math"},
-    "documents": {"cu": torch.tensor([0, 8, 20], dtype=torch.int32)},
-    "dropout": {"seed": torch.tensor(7), "dropout_p": 0.25, "backend": "math"},
-    "offset": {"queries": 9, "query_offset": 10, "dtype": torch.bfloat16},
-    "nothing": {"queries": 0, "keys": 0},
-    "sinks": {"sinks": torch.tensor([0.5, -2.0], dtype=torch.float64)},
-    "bias": {"slopes": torch.tensor([0.5, -0.2]), "backend": "math"},
-    # of branches
-    "lists": {"branches": ((3, 4), (1, 2), ((0, 0), (1, 0)), "all", "mask")},
-    "window": {"branches": ((2**62,), (1,), "zero", "all", "mask"), "window": (2, 1)},
-    "detached": {"branches": ((3, 4), (1, 2), "blocked", "all", "zero_keys"), "detached": True},
-    "split": {"branches": ((3, 4), (1, 2), "cyclic", "split", "mask"), "dtype": torch.bfloat16},
+    "padding": {"padding": "some", "batch": 2, "lse_grad": True},
+    "documents": {"bounds": (0, 8, 20)},
+    "dropout": {"dropout_p": 0.25},
+    # fake results have the strides of real ones
+    "offset": {"num_queries": 9, "query_offset": 10, "layouts": ("heads_first",) * 4, "lse_grad": True},
+    "nothing": {"num_queries": 0, "num_keys": 0},
+    "sinks": {"sinks": True},
+    "bias": {"bias": "plane"},
+    "lists": {"pattern": DilatedPattern((3, 4), (1, 2), ((0, 0), (1, 0)))},
+    "window": {"pattern": DilatedPattern((2**62,), (1,), "zero"), "window": (2, 1), "lse_grad": True},
+    "detached": {"pattern": DilatedPattern((3, 4), (1, 2), "blocked", tail="zero_keys"), "mixture_grad": "detached"},
+    "split": {"pattern": DilatedPattern((3, 4), (1, 2), branch_heads="split")},
     # whole segments: places of positions that there are not hold nothing that could be compared
-    "saved": {"branches": ((2, 4), (1, 2), "blocked", "all", "zero_keys"), "detached": True, "keys": 8},
-    # of blocks
+    "saved": {"pattern": DilatedPattern((2, 4), (1, 2), "blocked", tail="zero_keys"), "mixture_grad": "detached", "num_keys": 8},
+    **{f"blocks, {name}": {"pattern": WINDOW, **more} for name, more in (
+        ("causal", {"is_causal": True, "kv_heads": 1}), ("padding", {"padding": "some", "batch": 2}), ("documents", {"bounds": (0, 8, 20)}),
+        ("dropout", {"dropout_p": 0.25}), ("offset", {"num_queries": 9, "query_offset": 10, "lse_grad": True}), ("sinks", {"sinks": True}),
+        ("bias", {"bias": "plane"}))},
     "chosen": {"pattern": TopBlocks(1, block_size=64)},
-}
-OF_BRANCHES, OF_BLOCKS = ("lists", "window", "detached", "split", "saved"), ("chosen",)
-CHECKED = [
-    *(("dilated", name) for name in ARGUMENTS if name not in OF_BLOCKS),
-    *(("blocks", name) for name in ARGUMENTS if name not in OF_BRANCHES),
-    ("both", "padding"),
-    ("both", "offset"),
-]
+    "both, padding": {"pattern": WINDOW, "branches": SHORT, "padding": "some", "batch": 2},
+    "both, offset": {"pattern": WINDOW, "branches": SHORT, "num_queries": 9, "query_offset": 10, "lse_grad": True},
+}  # fmt: skip
 
 
-def op_arguments(kind: str, name: str, *, requires_grad: bool) -> tuple[Any, ...]:
-    given = {"keys": 20, "pattern": WINDOW, "batch": 1, "kv_heads": 2, "dtype": torch.float64} | ARGUMENTS[name]
-    keys, pattern, batch, kv_heads, dtype = (given.pop(x) for x in ("keys", "pattern", "batch", "kv_heads", "dtype"))
-    made = make_qkv(batch, given.pop("queries", keys), keys, kv_heads=kv_heads, dtype=dtype)
-    q, k, v = (x.detach().requires_grad_(requires_grad) for x in made)
-    tensors = [given.pop(x, None) for x in ("mask", "cu", "seed")]
-    slopes, sinks = given.pop("slopes", None), given.pop("sinks", None)
-    coordinates = None if slopes is None else torch.arange(2.0 * keys).view(1, keys, 2).expand(batch, -1, -1)
-    chosen = OPS.choose_blocks(q.detach(), k.detach(), None, None, pattern.spec(), False, 0.5, 0) if name == "chosen" else None
-    given = {
-        "branches": ((3, 4), (1, 2), "cyclic", "all", "mask"),
-        "blocks": pattern.spec(),
-        "needs_grad": requires_grad,
-        "has_bias": slopes is not None,
-    } | given
-    call = settings(**given | {"blocks": {"branches": None}, "dilated": {"blocks": ""}}.get(kind, {}))
-    return (q, k, v, *tensors, chosen, coordinates, slopes, sinks, *call.arguments())
+class Records(TorchDispatchMode):
+    """What the attention ops are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "dilated_attention" and "attention" in func._schema.name.rpartition("::")[2]:
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "name"), CHECKED)
-def test_the_ops_pass_every_opcheck(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_ops_pass_every_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, with and without a gradient of lse."""
     if name == "saved":
         run_fused(monkeypatch)
-    op = KINDS[kind][1]
-    forward, backward = (getattr(OPS, f"{op}{end}").default for end in ("", "_backward"))
+    usual = {"pattern": SHORT, "num_keys": 20, "heads": 2, "kv_heads": 2, "head_dim": 4}
+    case = Case(**usual | {"num_queries": CHECKED[name].get("num_keys", 20)} | CHECKED[name])
+    with Records() as seen:
+        results(call, case, inputs(case, torch.bfloat16 if "offset" in name else torch.float64))
+    (forward, arguments), (backward, given) = seen.calls
     passed = {"SUCCESS"}
-    arguments = op_arguments(kind, name, requires_grad=True)
-    assert set(torch.library.opcheck(forward, arguments).values()) == passed
-    out, lse, saved = (x.detach() for x in forward(*arguments))
-    assert (saved.numel() > 0) == (name == "saved")
-    arguments = op_arguments(kind, name, requires_grad=False)
-    dlse = torch.ones_like(lse) if list(ARGUMENTS).index(name) % 2 and name != "saved" else None
-    given = (torch.ones_like(out), dlse, *arguments[:3], out, lse, saved, *arguments[3:])
+    leaves = [x.detach().requires_grad_() for x in arguments[:3]]
+    assert set(torch.library.opcheck(forward, (*leaves, *arguments[3:])).values()) == passed
+    assert (forward(*arguments)[2].numel() > 0) == (name == "saved")
     # its gradient is refused, so nothing is dispatched
     of_backward = ("test_schema", "test_faketensor", "test_autograd_registration")
     assert set(torch.library.opcheck(backward, given, test_utils=of_backward).values()) == passed
@@ -200,8 +195,8 @@ def test_lengths_share_one_dynamic_graph(kind: str, monkeypatch: pytest.MonkeyPa
     for length in (64, 65, 130, 200):
         inputs = make_qkv(1, length, length, 2, 2)
         both = []
-        for call in (graph, lambda *x: function(*x, **options)):
-            out = call(*inputs)
+        for attend in (graph, lambda *x: function(*x, **options)):
+            out = attend(*inputs)
             both.append((out, *torch.autograd.grad(out.sum(), inputs)))
         frames.append(counter.frame_count)
         assert all(map(torch.equal, *both))
@@ -273,10 +268,7 @@ def keep_attention(ctx: Any, function: Any, *_: Any, **__: Any) -> CheckpointPol
 
 
 @of_every_kind
-@pytest.mark.parametrize(("policy", "forwards"), [(None, 2), (keep_attention, 1)], ids=["recompute_all", "keep_attention"])
-def test_checkpointed_gradients_are_equal_and_a_kept_op_runs_once(
-    policy: Any, forwards: int, function: Function, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_op_runs_once_with_equal_gradients(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_qkv()
 
     def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -284,14 +276,11 @@ def test_checkpointed_gradients_are_equal_and_a_kept_op_runs_once(
 
     torch.manual_seed(5)
     plain = torch.autograd.grad(block(*inputs).sum(), inputs)
-    owner, name = (resolve_blocks, "forward_lists") if function is blocks else (run_problems, "run_forward")
-    calls = calls_of(monkeypatch, owner, name)
-    extra = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
+    calls = calls_of(monkeypatch, *((resolve_blocks, "forward_lists") if function is blocks else (run_problems, "run_forward")))
     torch.manual_seed(5)
-    again = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False, **extra).sum(), inputs)
-    assert len(calls) == forwards
-    for kept, recomputed in zip(plain, again, strict=True):
-        assert torch.equal(kept, recomputed)
+    out = checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(keep_attention))
+    again = torch.autograd.grad(out.sum(), inputs)
+    assert len(calls) == 1 and all(map(torch.equal, plain, again))
 
 
 @of_every_kind
@@ -318,27 +307,15 @@ def test_autocast_only_casts_the_inputs(backend: str, function: Function) -> Non
 
 
 @of_every_kind
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_meta_tensors_give_shapes_dtypes_and_gradients(dtype: torch.dtype, function: Function) -> None:
-    q, k = (torch.empty(2, 70, heads, 8, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2))
-    for options in ({}, {"pattern": TopBlocks(1)}) if function is not dilated else ({},):
+def test_meta_tensors_give_shapes_dtypes_and_gradients(function: Function) -> None:
+    choices = ({}, {"pattern": TopBlocks(1)}) if function is not dilated else ({},)
+    for dtype, options in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), choices):
+        q, k = (torch.empty(2, 70, heads, 8, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2))
         out, lse = function(q, k, k, return_lse=True, **options)
         out.sum().backward()
         assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "meta")
         assert (lse.shape, lse.dtype) == ((2, 4, 70), torch.float64 if dtype is torch.float64 else torch.float32)
         assert q.grad is not None and q.grad.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
-
-
-@of_every_kind
-@pytest.mark.parametrize("options", [{}, {"query_offset": 20}, {"cu_seqlens": torch.tensor([0, 9, 80])}], ids=str)
-def test_fake_outputs_have_the_strides_of_real_ones(options: dict[str, Any], function: Function) -> None:
-    queries = 60 if "query_offset" in options else 80
-    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(1, queries, 80))
-    real = function(q, k, v, return_lse=True, **options)
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = function(*(mode.from_tensor(x) for x in (q, k, v)), return_lse=True, **options)
-    for ours, expected in zip(fake, real, strict=True):
-        assert (ours.shape, ours.stride(), ours.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
 # --- counted FLOPs ------------------------------------------------------------------------------------------------------------------------
@@ -353,7 +330,7 @@ def counted(function: Function, inputs: list[torch.Tensor], *arguments: Any, **o
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("pattern", [WINDOW, BigBird(20, 3, 1, block_size=64), Sparsity(0.3, block_size=(128, 64))], ids=repr)
+@pytest.mark.parametrize("pattern", [WINDOW, Sparsity(0.3, block_size=(128, 64))], ids=repr)
 @pytest.mark.parametrize(("lengths", "rates"), [(LENGTHS, RATES), ((4, 6), (3, 4)), ((2**40,), (1,))], ids=str)
 def test_counted_flops_are_those_of_the_pattern(
     lengths: tuple[int, ...], rates: tuple[int, ...], pattern: BlockPattern, is_causal: bool
@@ -363,7 +340,6 @@ def test_counted_flops_are_those_of_the_pattern(
         tuple(2 * flops for flops in each.flops(200, 4, 8, is_causal=is_causal)) for each in (pattern, DilatedPattern(lengths, rates))
     )
     assert counted(dilated_attention, inputs, lengths, rates, is_causal=is_causal) == of_branches
-    assert counted(block_sparse_attention, inputs, pattern, is_causal=is_causal) == of_blocks
     together = tuple(x + y for x, y in zip(of_blocks, of_branches, strict=True))
     assert counted(block_sparse_dilated_attention, inputs, lengths, rates, pattern, is_causal=is_causal) == together
 
@@ -377,6 +353,4 @@ def test_counted_flops_know_documents_offsets_and_choices() -> None:
     pairs = int(pattern.dense_mask(60, 200, 2, query_offset=90).sum())
     assert counted(block_sparse_attention, some, pattern, query_offset=90) == (4 * 8 * pairs, 10 * 8 * pairs)
     top = TopBlocks(mass=0.5, block_size=64)
-    chosen = top.choose(inputs[0], inputs[1], is_causal=True)
-    assert counted(block_sparse_attention, inputs, top, is_causal=True) == chosen.flops(200, 2, 8, is_causal=True)
-    assert counted(attention, inputs, is_causal=True) == DilatedPattern((200,), (1,)).flops(200, 2, 8, is_causal=True)
+    assert counted(block_sparse_attention, inputs, top) == top.choose(*inputs[:2]).flops(200, 2, 8)

@@ -12,7 +12,8 @@ import pytest
 
 from tests.helpers.machine import COUNT as PROCESSES
 from tests.helpers.machine import GPUS, ON_CPU
-from tests.scripts.test_examples import EXAMPLES, bits_of, run, torchrun, write_text
+from tests.helpers.scripts import log_of
+from tests.scripts.test_examples import EXAMPLES, run, torchrun, write_text
 from tests.scripts.test_examples import SMALL as SMALL_TEXT
 from tests.scripts.test_genome import SMALL as SMALL_GENOME
 from tests.scripts.test_genome import write_fasta
@@ -37,7 +38,7 @@ def train(folder: Path, processes: int, *options: str, steps: int = 3, lr: str =
     result = run(*command, *SMALL_TEXT, *options)
     # the first rank alone reports
     assert result.returncode == 0 and result.stdout.count("done: validation") == 1, result.stdout + result.stderr
-    return bits_of(out)
+    return log_of(out)
 
 
 @needs_2

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 
-from dilated_attention import create_attention, create_model, decode_attention
-from dilated_attention.pattern import LocalWindow
-from dilated_attention.testing import Space, call, inputs, random_case, results
+from dilated_attention import create_model
+from dilated_attention.testing import Space, inputs, random_case, results
 from tests.helpers import ring_cases
+from tests.helpers.forms import FORMS
 from tests.helpers.pool import pool_of
 
 
@@ -36,29 +35,12 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> str:
     return found.hexdigest()[:24]
 
 
-def attend(index: int, device: str, space: Space) -> Any:
+def attend(index: int, device: str, form: str, **space: Any) -> Any:
     """Branches, windows, blocks, and both."""
-    case = random_case(index, space)
+    function, fitting = FORMS[form]
+    case = fitting(random_case(index, Space(**space)))
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if device == "cuda" else (torch.float32, torch.bfloat16, torch.float64)
-    return results(call, case, inputs(case, dtypes[index % 3], device), **{} if index % 4 else {"backend": "math"}).values()
-
-
-def decode(index: int, device: str) -> Any:
-    rng = random.Random(index)
-    N, H, D = rng.choice([1, 17, 64, 130, 257]), rng.choice([2, 4]), rng.choice([8, 16, 64])
-    q, k, v = (torch.randn(3, n, h, D).to(device) for n, h in ((1, H), (N, H // 2), (N, H // 2)))
-    positions = torch.tensor([rng.randint(0, N - 1) for _ in range(3)], device=device)
-    return decode_attention(q, k, v, positions, window=rng.choice([None, 9]), return_lse=True)
-
-
-def module(index: int, device: str) -> Any:
-    rng = random.Random(index)
-    patterns: Any = ({"segment_lengths": [16, 64], "dilation_rates": [1, 2]}, {"pattern": LocalWindow(20)})
-    options = {name: rng.random() < 0.5 for name in ("layer_norm", "qk_norm")} | patterns[index % 2]
-    layer = create_attention(("multihead_dilated", "multihead_block_sparse")[index % 2], embed_dim=32, num_heads=4, **options).to(device)
-    x = torch.randn(2, rng.choice([1, 33, 64]), 32, device=device, requires_grad=True)
-    out, _ = layer(x, is_causal=rng.random() < 0.5)
-    return [out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()], allow_unused=True)]
+    return results(function, case, inputs(case, dtypes[index % 3], device), **{} if index % 4 else {"backend": "math"}).values()
 
 
 def model(index: int, device: str) -> Any:
@@ -70,10 +52,10 @@ def model(index: int, device: str) -> Any:
 
 # with how many calls for one of the others
 KINDS: dict[str, tuple[Any, int]] = {
-    "branches": (lambda index, device: attend(index, device, Space(max_length=70 if device == "cpu" else 400)), 6),
-    "blocks": (lambda index, device: attend(index, device, Space(max_length=300, blocks=True)), 4),
-    "decode": (decode, 1),
-    "module": (module, 1),
+    "branches": (lambda index, device: attend(index, device, "eager", max_length=70 if device == "cpu" else 400), 6),
+    "blocks": (lambda index, device: attend(index, device, "eager", max_length=300, blocks=True), 4),
+    "rows": (lambda index, device: attend(index, device, "rows"), 1),
+    "module": (lambda index, device: attend(index, device, "module"), 1),
     "model": (model, 0),
 }
 

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +72,12 @@ def log_of(out: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in ("step", "train/bits", "held_out/bits", "learning_rate") if key in line} for line in lines]
 
 
-def run_with_kills(text: Path, out: Path, processes: int, kills: int, seconds: tuple[float, float], seed: int, *options: str) -> list[str]:
-    """Starts the run, stops it ``kills`` times at a random moment, and lets it end. Returns a line for each stop.
-
-    Args:
-        seconds: the bounds of the time after a start at which it is stopped.
-    """
-    generator, report = random.Random(seed), []
-    words = [*command(text, out, processes, *options), "--resume", "auto"]
+def run_with_kills(words: list[str], out: Path, kills: int, processes: int) -> list[str]:
+    """Starts the run, stops it ``kills`` times, 4 to 14 s after a start, and lets it end. Returns a line for each stop."""
+    generator, report = random.Random(0), []
     for _ in range(kills):
         process = start(words)
-        after = generator.uniform(*seconds)
+        after = generator.uniform(4.0, 14.0)
         kind = generator.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
         try:
             process.wait(timeout=after)
@@ -97,10 +91,14 @@ def run_with_kills(text: Path, out: Path, processes: int, kills: int, seconds: t
         else:
             report.append(f"had ended by itself after less than {after:.1f} s")
             break
-    process = start(words)
-    printed = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, printed
+    run_to_its_end(words)
     return report
+
+
+def run_to_its_end(words: list[str]) -> None:
+    process = start(words)
+    printed = process.communicate(timeout=1200)[0]
+    assert process.returncode == 0, printed
 
 
 def main() -> int:
@@ -108,25 +106,17 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seconds", type=float, nargs=2, default=(4.0, 14.0))
-    parser.add_argument("--seed", type=int, default=0)
     args, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
-        text = Path(name) / "text.txt"
+        text, whole, killed = (Path(name) / part for part in ("text.txt", "whole", "killed"))
         text.write_bytes(b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py"))[:12]))
         options = ["--steps", str(args.steps), "--save-minutes", "0.02", *options]
-        begin = time.perf_counter()
-        whole = start(command(text, Path(name) / "whole", args.processes, *options))
-        printed = whole.communicate(timeout=1200)[0]
-        assert whole.returncode == 0, printed
-        print(f"the whole run: {args.steps} steps, {time.perf_counter() - begin:.0f} s", flush=True)
-        stops = run_with_kills(text, Path(name) / "killed", args.processes, args.kills, tuple(args.seconds), args.seed, *options)
-        print("\n".join(stops))
-        logs = [log_of(Path(name) / kind) for kind in ("whole", "killed")]
+        run_to_its_end(command(text, whole, args.processes, *options))
+        words = [*command(text, killed, args.processes, *options), "--resume", "auto"]
+        print("\n".join(run_with_kills(words, killed, args.kills, args.processes)))
+        logs = [log_of(out) for out in (whole, killed)]
     differ = sum(a != b for a, b in zip(*logs, strict=False)) + abs(len(logs[0]) - len(logs[1]))
-    print(
-        f"{args.processes} process(es), {len(stops)} stops: {len(logs[0])} figures, {differ} differ; the last {logs[0][-1]}, {logs[1][-1]}"
-    )
+    print(f"{args.processes} process(es): {len(logs[0])} figures, {differ} differ; the last {logs[0][-1]}, {logs[1][-1]}")
     return 1 if differ else 0
 
 

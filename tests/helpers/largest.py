@@ -10,12 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Largest(TorchDispatchMode):
-    """Within it, ``elements`` and ``nbytes`` are those of the largest results."""
+    """Within it, ``elements`` and ``nbytes`` are those of the largest results, and ``calls`` those of operations."""
 
-    elements = nbytes = 0
+    elements = nbytes = calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
+        self.calls += 1
         for x in tree_leaves(results):
             if isinstance(x, torch.Tensor):
                 self.elements, self.nbytes = max(self.elements, x.numel()), max(self.nbytes, x.nbytes)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
+import json
 import os
 import runpy
 import signal
@@ -22,6 +24,7 @@ import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +34,21 @@ from tests.helpers.pool import fresh_processes
 
 # an older Python takes tools without a pin (Makefile): other pictures and pages, arguments that they do not have yet
 needs_pins = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the pinned tools, which need Python 3.11")
+
+
+def load(file: Path) -> ModuleType:
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def log_of(run: Path, name: str = "train/bits") -> list[float]:
+    """A figure of every step, or evaluation, from a run's log."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
 
 
 def free_port() -> int:

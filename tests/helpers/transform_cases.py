@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import dilated_attention as da
 from dilated_attention import DilatedPattern
@@ -63,7 +63,6 @@ TRANSFORMS: dict[str, Callable[[Function, Tensors, Tensors, torch.Tensor | None]
     "jvp": lambda f, x, y, w: jvp(f, x, qkv(2))[1],
     "jvp_of_one": lambda f, x, y, w: jvp(partial(f, *x[:2]), x[2:], x[2:])[1],
     "make_dual": lambda f, x, y, w: _dual(f, x),
-    "linearize": lambda f, x, y, w: linearize(f, *x)[1](*x),
     "jacfwd": lambda f, x, y, w: jacfwd(f, argnums=(0, 2))(*x),
     "hessian": lambda f, x, y, w: hessian(loss_of(f, w), argnums=1)(*x),
     "jacrev_of_jacrev": lambda f, x, y, w: jacrev(jacrev(loss_of(f, w), argnums=1), argnums=2)(*x),

@@ -50,7 +50,7 @@ def test_import_works_with_every_extra_blocked() -> None:
     code = """
 import sys
 class Block:
-    blocked = {'matplotlib', 'safetensors', 'rich', 'flash_attn', 'flash_attn_interface', 'xformers', 'transformers'}
+    blocked = {'matplotlib', 'safetensors', 'rich', 'triton', 'flash_attn', 'flash_attn_interface', 'xformers', 'transformers'}
     def find_spec(self, name, path=None, target=None):
         if name.split('.')[0] in self.blocked or name in self.blocked:
             raise ModuleNotFoundError(name)
@@ -59,6 +59,7 @@ import torch, dilated_attention
 q = torch.randn(1, 20, 2, 8, requires_grad=True)
 dilated_attention.dilated_attention(q, q, q, [5, 20], [1, 2]).sum().backward()
 print(dilated_attention.explain_backend().forward)
+assert 'triton' in dilated_attention.list_backends()
 try:
     dilated_attention.DilatedPattern([4], [1]).show()
 except ImportError as error:

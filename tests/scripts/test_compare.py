@@ -5,43 +5,20 @@ from __future__ import annotations
 import json
 import math
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention.models import BASES, LongNetConfig, LongNetLM, other_strand
-from tests.scripts.test_genome import example
+from dilated_attention.models import BASES, LongNetConfig, LongNetLM
 
+Part = Callable[[str], Any]
 SMALL = [
     *("--context", "512", "--tokens", "1024", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--held-out", "512"),
     *("--steps", "3", "--evaluations", "1"),
 ]
-
-
-@pytest.fixture
-def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return example("_compare_data", monkeypatch)
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return example("compare_attention", monkeypatch)
-
-
-@pytest.fixture
-def here(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """The script in this process, which has torch already: (exit code, stdout)."""
-
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["compare_attention.py", *map(str, arguments)])
-        return script.main(), capsys.readouterr().out
-
-    return call
 
 
 @pytest.fixture
@@ -60,9 +37,8 @@ def packages(tmp_path: Path) -> Path:
     return tmp_path / "packages"
 
 
-def test_text_is_of_whole_packages_each_content_once(
-    data: ModuleType, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_of_whole_packages_each_content_once(part: Part, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = part("_compare_data")
     text = data.Text(packages, Path("unused"), torch.device("cpu"))
     train, held_out = (bytes(part.tolist()).decode() for part in text.parts)
     assert train.startswith("\n# alpha/copy.py\ntwo_0_0") and "# beta/m0.py" not in train and "# beta/m1.py" in train
@@ -82,7 +58,8 @@ def test_text_is_of_whole_packages_each_content_once(
         text.random_window(10**7, torch.Generator())
 
 
-def test_distances_of_copies_are_those_of_a_search(data: ModuleType) -> None:
+def test_distances_of_copies_are_those_of_a_search(part: Part) -> None:
+    data = part("_compare_data")
     draw = torch.Generator().manual_seed(0)
     part = torch.randint(4, (60,), generator=draw)
     window = torch.cat([part, torch.randint(4, (30,), generator=draw), part, part[:40]])
@@ -97,21 +74,8 @@ def test_distances_of_copies_are_those_of_a_search(data: ModuleType) -> None:
     assert max(found) == 90
 
 
-def test_a_mutated_strain_is_mostly_the_first_ones(data: ModuleType) -> None:
-    one = torch.randint(4, (200_000,), generator=torch.Generator().manual_seed(0))
-    other = data.mutated(one, 1)
-    assert abs(len(other) - len(one)) < 2_000 and torch.equal(other, data.mutated(one, 1)) and not torch.equal(other, data.mutated(one, 2))
-    codes = [data.codes_of(x, 5) for x in (one, other)]
-    places = data.anchors(*codes)
-    # 24 bases without a change: 0.99^24, less what is turned around
-    assert 0.6 < len(places) / (len(one) / 512) < 0.85
-    for a, b in places:
-        assert torch.equal(one[a : a + data.ANCHOR], other[b : b + data.ANCHOR])
-    turned = data.anchors(data.codes_of(other_strand(one), 5), codes[1])
-    assert len(turned) > 1
-
-
-def test_a_sequence_is_a_place_of_two_strains(data: ModuleType, tmp_path: Path) -> None:
+def test_a_sequence_is_a_place_of_two_strains(part: Part, tmp_path: Path) -> None:
+    data = part("_compare_data")
     draw = torch.Generator().manual_seed(0)
     one = torch.randint(4, (40_000,), generator=draw)
     for name, symbols in (("a", one), ("b", data.mutated(one, 3))):
@@ -135,7 +99,8 @@ def test_a_sequence_is_a_place_of_two_strains(data: ModuleType, tmp_path: Path) 
         data.Strains(files, 65536, torch.device("cpu"))
 
 
-def test_every_name_is_a_model_that_reads(script: ModuleType) -> None:
+def test_every_name_is_a_model_that_reads(part: Part) -> None:
+    script = part("compare_attention")
     for name in (*script.NAMES, "window-300", "longnet-3"):
         entries = script.attention_of(name, 700, 2, 4)
         config = LongNetConfig(vocab_size=9, embed_dim=16, num_layers=4, num_heads=2, attention=entries)
@@ -149,10 +114,10 @@ def test_every_name_is_a_model_that_reads(script: ModuleType) -> None:
         script.attention_of("far", 700, 2, 4)
 
 
-def test_a_run_writes_what_came_of_it_and_goes_on(here: Callable[..., tuple[int, str]], packages: Path, tmp_path: Path) -> None:
+def test_a_run_writes_what_came_of_it_and_goes_on(here: Callable[..., tuple[int, str, str]], packages: Path, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "a"
     flags = ["--attention", "mix-window-dilated", "--data", "bytes", packages, "--out", out, *SMALL]
-    code, said = here(*flags)
+    code, said, _ = here("compare_attention.py", *flags)
     found = json.loads((tmp_path / "runs" / "a.json").read_text())
     assert code == 0 and said.splitlines()[-1].startswith(f"done: {found['bits']:.4f} bits per byte, ")
     assert (found["steps"], found["tokens"], found["settings"]["attention"]) == (3, 3 * 1024, "mix-window-dilated")
@@ -164,22 +129,23 @@ def test_a_run_writes_what_came_of_it_and_goes_on(here: Callable[..., tuple[int,
         assert mean == pytest.approx(found["bits"], abs=1e-4)
     assert [row[:2] for row in found["needle"]] == [[128, 4 * 24], [392, 4 * 24]]
     # again: the same run has ended; with one more step it goes on
-    assert here(*flags)[0] == 0
+    assert here("compare_attention.py", *flags)[0] == 0
     again = json.loads((tmp_path / "runs" / "a.json").read_text())
     assert again["bits"] == found["bits"] and again["steps"] == 3
-    assert here(*flags[:-4], "--steps", 4, "--evaluations", 1)[0] == 0
+    assert here("compare_attention.py", *flags[:-4], "--steps", 4, "--evaluations", 1)[0] == 0
     longer = json.loads((tmp_path / "runs" / "a.json").read_text())
     assert longer["steps"] == 4 and longer["bits"] < found["bits"]
-    code, table = here("--table", tmp_path / "runs", "--pictures", tmp_path / "pictures")
+    code, table, _ = here("compare_attention.py", "--table", tmp_path / "runs", "--pictures", tmp_path / "pictures")
     assert code == 0 and f"| mix-window-dilated | 0.001 | 0 | {longer['bits']:.4f} | {longer['bits']:.4f} |" in table
     # no 24 bytes of the held-out text stand twice in a window
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"compare-bytes-512-{x}.png" for x in ("position", "time")]
 
 
-def test_bins_and_equal_tokens_are_those_of_hand_counts(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bins_and_equal_tokens_are_those_of_hand_counts(part: Part) -> None:
+    script = part("compare_attention")
     at, bits = torch.tensor([0, 1, 2, 3, 4, 9, 3]), torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0, 7.0, math.nan])
     assert script.binned(at, bits) == [[0, 1, 1, 1.0], [1, 2, 1, 2.0], [2, 4, 2, 4.0], [4, 8, 1, 6.0], [8, 16, 1, 7.0]]
-    found = example("_compare_table", monkeypatch)
+    found = part("_compare_table")
     run = {"curve": [[1, 100, 5.0], [2, 200, 3.0], [3, 300, 2.0]]}
     assert [found.at_tokens(run, n) for n in (50, 100, 150, 300)] == [5.0, 5.0, 4.0, 2.0] and math.isnan(found.at_tokens(run, 400))
     assert found.mean_beyond([[0, 1, 10, 9.0], [8, 16, 1, 2.0], [16, 32, 3, 4.0]], 8) == 3.5
@@ -188,8 +154,9 @@ def test_bins_and_equal_tokens_are_those_of_hand_counts(script: ModuleType, monk
 
 
 def test_a_queue_starts_a_run_a_gpu_and_leaves_out_what_has_ended(
-    script: ModuleType, here: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: Part, here: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    script = part("compare_attention")
     names = ("dense", "window-8", "bigbird", "topblocks")
     queue = tmp_path / "queue.json"
     queue.write_text(json.dumps([{"attention": name, "data": ["genomes", "a.fa"], "lr": 0.01, "checkpoint": True} for name in names]))
@@ -214,7 +181,7 @@ def test_a_queue_starts_a_run_a_gpu_and_leaves_out_what_has_ended(
             self.code = 128 + kind
 
     monkeypatch.setattr(script.subprocess, "Popen", Process)
-    code, said = here("--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--cache", "text.pt")
+    code, said, _ = here("compare_attention.py", "--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--cache", "text.pt")
     assert code == 1 and "failed: bigbird-genomes-0.01-True" in said
     assert [one.command[one.command.index("--attention") + 1] for one in started] == ["dense", "bigbird", "topblocks"]
     assert started[0].command[2:] == [
@@ -224,5 +191,5 @@ def test_a_queue_starts_a_run_a_gpu_and_leaves_out_what_has_ended(
     assert [one.place for one in started[:2]] == ["0", "1"]
     started.clear()
     monkeypatch.setattr(Process, "poll", lambda self: self.code)
-    code, said = here("--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--stop-after", 0.3)
+    code, said, _ = here("compare_attention.py", "--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--stop-after", 0.3)
     assert code == 0 and len(started) == 2 and "failed" not in said and f"ended with {128 + signal.SIGTERM}" in said

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from copy import copy
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -32,7 +31,7 @@ from benchmarks.case import case_names, family_of
 from benchmarks.contenders import contender
 from dilated_attention import cli
 from dilated_attention.backends import registry
-from tests.helpers.scripts import needs_pins
+from tests.helpers.scripts import load, needs_pins
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -200,22 +199,15 @@ def test_reference_has_every_public_name() -> None:
     assert {f"dilated_attention.{name}" for name in dilated_attention.__all__} <= documented()
 
 
-def loaded(name: str) -> ModuleType:
-    """A script of docs/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_table_of_backends_is_what_they_declare() -> None:
-    assert loaded("tables").capabilities() in (ROOT / "docs" / "backends.md").read_text(encoding="utf-8"), "python docs/tables.py prints it"
+    assert load(ROOT / "docs" / "tables.py").capabilities() in (ROOT / "docs" / "backends.md").read_text(encoding="utf-8"), (
+        "python docs/tables.py prints it"
+    )
 
 
 @pytest.mark.slow
 def test_pictures_are_drawn_by_the_script_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = loaded("pictures")
+    pictures = load(ROOT / "docs" / "pictures.py")
     shown = set(re.findall(r"!\[[^\]]+\]\((?:docs/)?pictures/(\w+)\.png\)", "".join(map(prose, PAGES))))
     assert shown == {picture.__name__ for picture in pictures.PICTURES} == {file.stem for file in (ROOT / "docs/pictures").iterdir()}
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)

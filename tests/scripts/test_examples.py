@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import kills
-from tests.helpers.scripts import free_port, needs_pins, run_script
+from tests.helpers.scripts import free_port, log_of, needs_pins, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--context", "512", "--batch", "1", "--skip-memory-test"]
@@ -27,23 +23,14 @@ NARROW = ["--layers", "1", "--embed-dim", "32", "--heads", "2"]
 
 
 def run(*command: str, timeout: int = 240) -> subprocess.CompletedProcess[str]:
-    """The program's end; what is not through by then is killed, with all that it has started."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *command]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(arguments, text=True, env=environment, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
-        try:
-            out, error = process.communicate(timeout=timeout)
-        except BaseException:
-            # the processes of torchrun have sessions of their own, and it ends them
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=40)
-            raise
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, error)
+    """The program's end, with stderr among its output; what is not through by then is killed, with all that it has started."""
+    process = kills.start([sys.executable, *command])
+    try:
+        out = process.communicate(timeout=timeout)[0]
+    except BaseException:
+        kills.stop(process, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, "")
 
 
 def write_text(folder: Path) -> Path:
@@ -51,17 +38,6 @@ def write_text(folder: Path) -> Path:
     path = folder / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 400)
     return path
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
-def bits_of(run: Path) -> list[float]:
-    """Bits of every step, from a run's log."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [line["train/bits"] for line in lines if "train/bits" in line]
 
 
 def test_training_ends_below_the_baselines_and_writes_what_it_says(text: Path, tmp_path: Path) -> None:
@@ -205,23 +181,8 @@ def test_two_processes_train_data_parallel(text: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     # only the first rank reports
     assert result.stdout.count("done: validation") == 1
-    bits = bits_of(tmp_path)
+    bits = log_of(tmp_path)
     assert len(bits) == 4 and bits[-1] < bits[0] - 0.5, bits
-
-
-def in_process(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script's exit code in this process, which has torch already."""
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    # run_safely sets how warnings are printed
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    main = importlib.import_module(script.removesuffix(".py")).main
-    try:
-        return importlib.import_module("recipe.main").run_safely(main)
-    except SystemExit as stop:
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        return 1 if isinstance(stop.code, str) else stop.code
 
 
 SMALL_RUN, SMALL_GENOME = " ".join(kills.SMALL), "--context 512 --layers 2 --embed-dim 32 --heads 2 --markov-order 6 --fasta {repeats}"
@@ -281,7 +242,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
 
 @pytest.mark.parametrize(("words", "said"), [(f"{script} {more}", said) for script, rows in REFUSED.items() for more, said in rows])
 def test_what_a_script_cannot_do_is_said_in_one_line_before_anything_is_made(
-    words: str, said: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, text: Path, tmp_path: Path, here: Callable[..., tuple[int, str, str]]
 ) -> None:
     contents = {
         "empty": "",
@@ -298,7 +259,6 @@ def test_what_a_script_cannot_do_is_said_in_one_line_before_anything_is_made(
     places = {name: tmp_path / f"{name}.toml" for name in (*contents, "missing")}
     script, *options = words.format(text=text, out=tmp_path, **places).split()
     out = ["--out", str(tmp_path / "run")] if "train" in script or "features" in script else []
-    code = in_process(script, [*out, *options], monkeypatch)
-    error = capsys.readouterr().err
+    code, _, error = here(script, *out, *options)
     assert code == (2 if out else 1) and said in error and "Traceback" not in error, error
     assert not (tmp_path / "run").exists() and (not out or "--backend" in words or error.count("\n") == 1)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import math
 import random
 import re
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,19 +23,10 @@ from tests.scripts.test_docs import blocks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--context", "512", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--first-segment", "128", "--kmer", "5"]
+Part = Callable[[str], Any]
 # the machine's FLOP/s are measured in test_training_ends_below_markov_models[masked]
 PEAK = ["--peak-tflops", "1"]
 SMALL += ["--evaluations", "1", "--evaluate-share", "2", "--markov-order", "6"]
-
-
-@pytest.fixture
-def genome(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return example("_genome", monkeypatch)
-
-
-def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module(name)
 
 
 def symbols_of(count: int) -> torch.Tensor:
@@ -49,7 +37,8 @@ def symbols_of(count: int) -> torch.Tensor:
     return symbols.where(torch.rand(len(symbols), generator=draw) > 0.02, 4)
 
 
-def test_records_are_read_held_out_and_written(genome: ModuleType, tmp_path: Path) -> None:
+def test_records_are_read_held_out_and_written(part: Part, tmp_path: Path) -> None:
+    genome = part("_genome")
     contigs = {"1": "AACC", "chr2 of a>t": "GGTTG", "2": "CNATTT"}
     (tmp_path / "x.fa").write_text("".join(f">{name}\n{bases}\n" for name, bases in contigs.items()))
     for held_out, text, cut, written in (
@@ -80,7 +69,8 @@ def test_records_are_read_held_out_and_written(genome: ModuleType, tmp_path: Pat
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("length", [64, 256])
-def test_every_held_out_target_is_scored_once_and_none_is_shown(genome: ModuleType, is_causal: bool, length: int) -> None:
+def test_every_held_out_target_is_scored_once_and_none_is_shown(part: Part, is_causal: bool, length: int) -> None:
+    genome = part("_genome")
     # no repeats: a window fits at one place only
     symbols = torch.randint(5, (600,), generator=torch.Generator().manual_seed(0))
     chromosome = genome.Chromosome(symbols=symbols, cut=500, is_causal=is_causal, k=1, both_strands=True)
@@ -98,8 +88,9 @@ def test_every_held_out_target_is_scored_once_and_none_is_shown(genome: ModuleTy
 
 
 @pytest.mark.parametrize(("is_causal", "both_strands"), [(True, True), (True, False), (False, False)])
-def test_training_windows(genome: ModuleType, is_causal: bool, both_strands: bool) -> None:
+def test_training_windows(part: Part, is_causal: bool, both_strands: bool) -> None:
     """Of both strands where that is asked for, 15 % hidden, and none of little but unknown bases."""
+    genome = part("_genome")
     symbols = symbols_of(600)
     symbols[200:320] = 4
     chromosome = genome.Chromosome(symbols=symbols, cut=500, is_causal=is_causal, k=1, both_strands=both_strands)
@@ -153,8 +144,8 @@ def brute_force(symbols: list[int], scored: list[int], k: int, both_strands: boo
 
 
 @pytest.mark.parametrize("both_strands", [True, False])
-def test_markov_models_count_what_came_before_or_the_training_part(monkeypatch: pytest.MonkeyPatch, both_strands: bool) -> None:
-    markov = example("_markov", monkeypatch)
+def test_markov_models_count_what_came_before_or_the_training_part(part: Part, both_strands: bool) -> None:
+    markov = part("_markov")
     symbols = symbols_of(900)
     scored = (symbols != 4) & (torch.arange(900) >= 500)
     places = scored.nonzero().flatten().tolist()
@@ -171,9 +162,9 @@ def test_markov_models_count_what_came_before_or_the_training_part(monkeypatch: 
     assert before[5].interpolated < before[1].interpolated - 0.1
 
 
-def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_is_torchs(part: Part) -> None:
     """Up to the bfloat16 of torch's own products; the batched ones are float32 here."""
-    muon, torch_s = example("_muon", monkeypatch).Muon, torch.optim.Muon
+    muon, torch_s = part("_muon").Muon, torch.optim.Muon
     draw = torch.Generator().manual_seed(0)
     start, *grads = ([torch.randn(shape, generator=draw) for shape in ((16, 48), (48, 16), (16, 48), (32, 32))] for _ in range(4))
     results = []
@@ -189,9 +180,9 @@ def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ours - theirs).norm() < 0.02 * (theirs - first).norm() and (theirs - first).norm() > 1.0
 
 
-def test_flops_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_are_those_of_the_products(part: Part) -> None:
     """A third of a step's is the forward, as torch counts it op by op."""
-    costs = example("recipe.costs", monkeypatch)
+    costs = part("recipe.costs")
     shape: dict[str, Any] = {"vocab_size": 5, "embed_dim": 32, "num_layers": 2, "num_heads": 2, "kmer": 2, "tie_embeddings": False}
     dilated: dict[str, Any] = {"segment_lengths": (64, 256), "dilation_rates": (1, 4)}
     mixed = {"attention": [{"attention": "dense"}, {"attention": "dilated", **dilated}]}
@@ -216,25 +207,16 @@ def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_fasta(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The script in this process, which has torch already: (exit code, stdout, stderr)."""
-    script = example("train_genome", monkeypatch)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["train_genome.py", *arguments])
-        return (script.main(), *capsys.readouterr())
-
-    return call
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["causal", "masked"])
 def test_training_ends_below_markov_models(
-    genome: ModuleType, here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str
+    part: Part, here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str
 ) -> None:
     words = f"--objective {objective} --steps 40 --short-context 256 --short-share 0.4 --no-both-strands --expect-below-markov".split()
-    code, out, error = here("--fasta", str(fasta), *SMALL, *words, "--out", str(tmp_path), *(PEAK if objective == "causal" else []))
+    genome = part("_genome")
+    code, out, error = here(
+        "train_genome.py", "--fasta", str(fasta), *SMALL, *words, "--out", str(tmp_path), *(PEAK if objective == "causal" else [])
+    )
     assert code == 0, out + error
     orders = "0, 1, 2" if objective == "causal" else "0, 1"
     assert re.match(rf"done: held-out \d\.\d{{4}} bits per base, below the Markov models of orders {orders}", out.splitlines()[-1])
@@ -260,7 +242,7 @@ def test_two_processes_that_share_a_sequence_train_as_one_does(
     """Bits of each step and of the held-out part, parameters and sequence shared: Muon's products are float32 on a CPU, so they agree."""
     common = ["--fasta", str(fasta), *SMALL, *PEAK, "--checkpoint", "--steps", "6", "--short-share", "0", "--lr", "1e-3"]
     shared = ["--context-parallel", "2", "--fsdp", "--layout", "zigzag", "--out", str(tmp_path / "shared")]
-    code, out, error = here(*common, "--out", str(tmp_path / "alone"))
+    code, out, error = here("train_genome.py", *common, "--out", str(tmp_path / "alone"))
     # too few steps to learn much, and the report says so
     assert code == 0 and "not below the Markov models" in out.splitlines()[-1], error
     result = run_script(EXAMPLES / "train_genome.py", *common, *shared, processes=2, quick=True)
@@ -276,19 +258,21 @@ def test_a_stopped_run_goes_on(here: Callable[..., tuple[int, str, str]], fasta:
     """With Muon's momentum, k-mers and windows of two lengths: to the bits of a run that was not stopped."""
     lengths = ["--short-context", "256", "--short-share", "0.5"]
     common = ["--fasta", str(fasta), *SMALL, *PEAK, *lengths, "--dropout", "0.1", "--save-minutes", "1e-9"]
-    assert here(*common, "--steps", "12", "--out", str(tmp_path / "whole"))[0] == 0
+    assert here("train_genome.py", *common, "--steps", "12", "--out", str(tmp_path / "whole"))[0] == 0
     run = tmp_path / "stopped"
     shutil.copytree(tmp_path / "whole", run)
     for name in ("checkpoints/step-00000012", "checkpoint"):
         shutil.rmtree(run / name)
-    code, out, error = here("--resume", str(run))
+    code, out, error = here("train_genome.py", "--resume", str(run))
     assert code == 0 and "step-00000011 after step 11" in out, error
     ((name, bases),) = read_fasta(run / "held_out.fa")
     assert name == "repeats:6376-7500" and len(bases) == 1125
     whole, stopped = (json.loads((tmp_path / name / "genome.json").read_text()) for name in ("whole", "stopped"))
     assert stopped["held out bits per base"] == whole["held out bits per base"]
     assert [bits for _, _, bits in stopped["steps"]] == [bits for _, _, bits in whole["steps"]]
-    assert "nothing was left" not in out and here("--resume", str(run), "--steps", "5")[1].endswith("; nothing was left to train\n")
+    assert "nothing was left" not in out and here("train_genome.py", "--resume", str(run), "--steps", "5")[1].endswith(
+        "; nothing was left to train\n"
+    )
 
 
 def test_embeddings_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,10 @@ import pytest
 
 from dilated_attention.models import LongNetLM
 from tests.helpers import kills
-from tests.helpers.scripts import Script, run_script
-from tests.scripts.test_examples import EXAMPLES, bits_of, write_text
+from tests.helpers.scripts import Script, log_of, run_script
+from tests.scripts.test_examples import EXAMPLES
 
 SCRIPT = EXAMPLES / "train_longnet.py"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +51,7 @@ def test_flags_may_stand_in_a_file(text: Path, tmp_path: Path) -> None:
     first, second = ((tmp_path / out / "settings.json").read_text() for out in ("first", "second"))
     assert first == second
     assert json.loads(first)["steps"] == 2 and json.loads(first)["layers"] == 1
-    assert bits_of(tmp_path / "first") == bits_of(tmp_path / "second") != []
-
-
-def test_a_longer_run_is_evaluated_on_its_way(text: Path, whole: Path, tmp_path: Path) -> None:
-    """Whole has had its four evaluations after eight steps; of 40 steps they are due after 8, 16, 24 and 32."""
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    train(text, run, "--steps", "40", "--resume", "auto")
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "held_out/bits" in line and line["step"] > 8] == [16, 24, 32, 40]
+    assert log_of(tmp_path / "first") == log_of(tmp_path / "second") != []
 
 
 def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) -> None:
@@ -128,9 +114,9 @@ def test_a_run_goes_on_with_another_number_of_processes(
     shutil.copytree(alone, tmp_path / "resumed")
     train(text, alone, "--steps", "6", "--resume", "auto", processes=before)
     train(text, tmp_path / "resumed", "--steps", "6", "--resume", "auto", *options, processes=after)
-    bits = bits_of(tmp_path / "resumed")
-    assert len(bits) == 6 and bits[:3] == bits_of(alone)[:3]
-    assert bits == pytest.approx(bits_of(alone), abs=3e-6, rel=0)
+    bits = log_of(tmp_path / "resumed")
+    assert len(bits) == 6 and bits[:3] == log_of(alone)[:3]
+    assert bits == pytest.approx(log_of(alone), abs=3e-6, rel=0)
     assert bits[5] < bits[0]
 
 
@@ -175,7 +161,7 @@ AUTO = ["--steps", "9", "--resume", "auto"]
 ANEW = ["--steps", "3"]
 # what happened to a run of eight steps: how it is gone on with, the exit code, what is said, and the steps that its log then has
 RUNS: dict[str, tuple[Callable[[Path], object], list[str], int, str, int]] = {
-    "nothing": (lambda run: None, ["--steps", "12", "--resume", "auto"], 0, "after step 8", 12),
+    "nothing": (lambda run: None, ["--steps", "40", "--resume", "auto"], 0, "after step 8", 40),
     "a kill": (cut_off, AUTO, 0, "after step 8", 9),
     "a damaged log": (damage_log, AUTO, 0, "3 damaged line(s) left out", 9),
     "moved data, another rate": (move_data, [*AUTO, "--lr", "1e-4", "--data", "{run}/../moved.txt"], 0, "after step 8", 9),
@@ -205,12 +191,15 @@ def test_a_run_goes_on_begins_anew_or_is_left_alone(what: str, text: Path, whole
     happens(run)
     printed = train(text, run, *(word.format(run=run, whole=whole) for word in options), code=code)
     assert said.format(run=run) in printed
-    bits, before = bits_of(run), bits_of(whole)
+    bits, before = log_of(run), log_of(whole)
     assert len(bits) == steps and (steps < 8 or bits[:8] == before)
     if "anew" in what or what == "elsewhere":
-        assert bits_of(run / "earlier-1") == before
+        assert log_of(run / "earlier-1") == before
         assert len(list((run / "checkpoints").iterdir())) == (2 if what == "elsewhere" else 1)
     if what == "nothing":
+        # whole has had its four evaluations after eight steps; of 40 steps they are due after 8, 16, 24 and 32
+        evaluated = [line["step"] for line in kills.log_of(run) if "held_out/bits" in line and line["step"] > 8]
+        assert evaluated == [16, 24, 32, 40]
         # gone on with at its end, it is evaluated again, and the log has that once
         log = kills.log_of(run)
         result = run_script(SCRIPT, "--resume", str(run))
@@ -247,7 +236,7 @@ def test_two_runs_do_not_share_a_folder(text: Path, whole: Path, tmp_path: Path)
         for options in ([], ["--resume", "auto"]):
             printed = train(text, run, "--steps", "9", *options, code=2)
             assert f"another run is writing to {run}" in printed
-    assert bits_of(run) == bits_of(whole) and not (run / "earlier-1").exists()
+    assert log_of(run) == log_of(whole) and not (run / "earlier-1").exists()
 
 
 INTERRUPTED = """
@@ -320,7 +309,7 @@ def test_a_checkpoint_that_does_not_fit_ends_in_one_line_and_the_run_goes_on(tex
     assert last.startswith(("a checkpoint cannot be written (OSError: ", "a checkpoint cannot be written (RuntimeError: ["))
     assert last.endswith("go on from the last one with --resume auto")
     train(text, tmp_path / "run", "--steps", "3", "--resume", "auto")
-    assert len(bits_of(tmp_path / "run")) == 3
+    assert len(log_of(tmp_path / "run")) == 3
 
 
 @pytest.mark.parametrize(("script", "said"), [("train_longnet.py", "got -1"), ("slide_features.py", "torchrun started 2")])

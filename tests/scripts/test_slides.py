@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib
 import json
-import os
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +17,9 @@ import torch
 
 from dilated_attention.integrations.torchscale import load_slide_encoder
 from dilated_attention.models import SlideEncoder
-from tests.helpers import kills
-from tests.helpers.scripts import Script, run_script
+from tests.helpers.scripts import log_of, run_script
 from tests.helpers.torchscale_reference import Maker
-from tests.scripts.test_examples import EXAMPLES, in_process
+from tests.scripts.test_examples import EXAMPLES
 
 h5py = pytest.importorskip("h5py")
 pytest.importorskip("sklearn")
@@ -88,13 +83,6 @@ def gigapath(folder: Path) -> tuple[Path, Maker]:
     return folder / "slide_encoder.pth", maker
 
 
-@pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """The modules beside the script."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
-
-
 def auc_of(result: subprocess.CompletedProcess[str]) -> float:
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
@@ -104,11 +92,6 @@ def auc_of(result: subprocess.CompletedProcess[str]) -> float:
 
 def table_of(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.open()))
-
-
-def log_of(out: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
 
 
 def test_slides_of_three_formats_become_vectors_auc_model_and_heatmaps(tmp_path: Path) -> None:
@@ -207,15 +190,12 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_wrong_is_said_in_one_line(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_in_one_line(case: str, tmp_path: Path, here: Callable[..., tuple[int, str, str]]) -> None:
     folder = make_folder(tmp_path / "features")
     spoil, text = REFUSALS[case]
     spoil(folder)
-    assert in_process("slide_features.py", [*inputs(folder), "--out", str(tmp_path / "out")], monkeypatch) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("slide_features.py: ") and text in error and error.count("\n") == 1, error
+    code, _, error = here("slide_features.py", *inputs(folder), "--out", tmp_path / "out")
+    assert code == 2 and error.startswith("slide_features.py: ") and text in error and error.count("\n") == 1, error
     assert not (tmp_path / "out").exists()
 
 
@@ -396,25 +376,6 @@ def test_weights_of_prov_gigapaths_family_embed_without_labels_and_keep_their_se
     model = SlideEncoder.from_pretrained(tmp_path / "out" / "checkpoint")
     assert model.config.tile_size == 512 and model.config.encoder.segment_lengths == (1024, 5792, 32768, 185363, 1048576)
     assert torch.equal(model.class_token.detach(), maker.weights["cls_token"].float().flatten())
-
-
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """By Ctrl-C in the middle of the encoder's training, with dropout; then with the settings that are in the folder."""
-    folder, stopped, whole = make_folder(tmp_path / "features"), tmp_path / "stopped", tmp_path / "whole"
-    options = [*inputs(folder), *SHAPE, "--tune-encoder", "--epochs", "8", "--lr", "1e-3"]
-    first = Script(EXAMPLES / "slide_features.py", *options, "--out", str(stopped), quick=True)
-    (process,) = first.processes
-    log, deadline = stopped / "log.jsonl", time.monotonic() + 200
-    while not (log.exists() and '"step": 3' in log.read_text()) and time.monotonic() < deadline and process.is_alive():
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
-    result = first.end(100)
-    assert result.returncode == 130 and "Traceback" not in result.stderr, result.stderr
-    assert "stopped by SIGINT after step" in result.stderr and not (stopped / "checkpoint").exists()
-    result = script("--resume", str(stopped))
-    assert "going on with" in result.stdout, result.stderr
-    assert auc_of(result) == auc_of(script(*options, "--out", str(whole)))
-    assert kills.log_of(stopped) == kills.log_of(whole)
 
 
 def test_the_public_picture_of_tissue(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import log_of, run_script
 from tests.scripts.test_docs import blocks
-from tests.scripts.test_examples import bits_of, run, write_text
+from tests.scripts.test_examples import run, write_text
 from tests.scripts.test_genome import SMALL as SMALL_GENOME
 from tests.scripts.test_genome import write_fasta
 
@@ -53,4 +53,4 @@ def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "\ndone: validation " in text and "\ndone: held-out " in genome
     assert all("going on with" in output for output in (resumed, again, one)) and "context 256" in two
     assert "bits per byte" in evaluated and len(generated.encode()) >= 200
-    assert bits_of(tmp_path / "runs" / "two")
+    assert log_of(tmp_path / "runs" / "two")

@@ -1,4 +1,4 @@
-"""Kernels of decoding compile for Hopper, on a machine without a GPU: the interpreter takes what the compiler refuses."""
+"""Kernels of decoding and dropout compile for GPUs, on a machine without one: the interpreter takes what the compiler refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 PLACES = ("stretch", "round", "pages")
 
 
-def compile_for_hopper(kernel: Any, type_of: Callable[[str], str], constants: dict[str, Any], aligned: bool = False) -> str:
+def compiled(kernel: Any, type_of: Callable[[str], str], constants: dict[str, Any], aligned: bool = False, capability: int = 90) -> str:
     """PTX; ``aligned``: pointers and strides are multiples of 16, as tensors' are."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -26,7 +26,7 @@ def compile_for_hopper(kernel: Any, type_of: Callable[[str], str], constants: di
     even = [name for name in names if name not in constants and (name.endswith("_ptr") or name[:2] in ("k_", "v_", "q_"))]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even} if aligned else {}
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
 
 
 def rows(dtype: str, heads: int, dot: bool, kept: int, place: str) -> None:
@@ -44,7 +44,7 @@ def rows(dtype: str, heads: int, dot: bool, kept: int, place: str) -> None:
         return "*i32" if name.endswith("_ptr") else "fp32" if name == "scale_log2" else "i32"
 
     sizes = {"HEADS": heads, "ROWS": 16, "GROUP": heads, "D": 64, "BLOCK_D": 64, "KEYS": 64, "RUNS": 8, "KEPT": kept, "DOT": dot}
-    ptx = compile_for_hopper(rows_kernel, type_of, {**sizes, "PAGED": place == "pages", "WRAPS": place == "round"}, aligned=True)
+    ptx = compiled(rows_kernel, type_of, {**sizes, "PAGED": place == "pages", "WRAPS": place == "round"}, aligned=True)
     # keys and values 16 bytes at a time: without the alignment of strides decoding took four times as long
     assert sum("cp.async.cg.shared.global" in line or "ld.global.v4" in line for line in ptx.splitlines()) >= 2, "narrow loads"
 
@@ -60,17 +60,28 @@ def append(dtype: str, rotated: bool, place: str) -> None:
         return f"*{dtype}" if name.endswith("_ptr") else "i32"
 
     constants = {"D": 64, "BLOCK_D": 64, "ROTATED": rotated, "PAGED": place == "pages", "WRAPS": place == "round"}
-    compile_for_hopper(append_kernel, type_of, constants)
+    compiled(append_kernel, type_of, constants)
 
 
-def test_kernels_of_decoding_compile(tmp_path: Path) -> None:
+def words() -> None:
+    from dilated_attention.backends.dropout_triton import _words_kernel as kernel
+
+    # one kernel for all numbers
+    assert all(x.do_not_specialize for x in kernel.params if not x.name.endswith("_ptr") and not x.is_constexpr)
+    (block,) = (x.name for x in kernel.params if x.is_constexpr)
+    for capability in (80, 90, 100):
+        ptx = compiled(kernel, lambda name: "*i32" if name.endswith("_ptr") else "i32", {block: 512}, True, capability)
+        assert "st.global" in ptx and "st.local" not in ptx
+
+
+def test_kernels_compile(tmp_path: Path) -> None:
     """In a process of its own, since this one's kernels are the interpreter's."""
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "8 kernels" in done.stdout
+    assert "9 kernels" in done.stdout
 
 
 if __name__ == "__main__":
@@ -81,4 +92,5 @@ if __name__ == "__main__":
     rows("fp32", 4, True, 0, "round")
     for dtype, rotated, place in (("bf16", True, "pages"), ("bf16", False, "round"), ("fp32", True, "stretch")):
         append(dtype, rotated, place)
-    print("8 kernels")
+    words()
+    print("9 kernels")
