@@ -165,19 +165,29 @@ def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
         return None
     partial = (kept.masks >= 0).nonzero()[:, 0]
     row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
-    block, mask = grid.block(row, kept.columns[partial].long()), kept.masks[partial].long()
+    column, mask = kept.columns[partial].long(), kept.masks[partial].long()
     if kept.num_groups > 1:
         # heads mostly share their masks, so each block is taken once
-        block, mask = divided(torch.unique(block * kept.bits.shape[0] + mask), kept.bits.shape[0])
-    row, column = divided(block[:, None], grid.num_columns)
-    query, start = row * grid.q_block + grid.range(0, grid.q_block), column * grid.k_block
-    first, last, count = first[mask], last[mask], count[mask]
-    low = torch.full((grid.num_rows * grid.q_block,), grid.num_positions + 1, device=grid.device)
+        num_masks = kept.bits.shape[0]
+        block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
+        row, column = divided(block, grid.num_columns)
+    beyond, step = grid.num_positions + 1, PAIRS_AT_ONCE // grid.q_block
+    low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
     high = torch.full_like(low, -1)
-    low.scatter_reduce_(0, query.flatten(), torch.where(count == 0, grid.num_positions + 1, start + first).flatten(), "amin")
-    high.scatter_reduce_(0, query.flatten(), torch.where(count == 0, -1, start + last).flatten(), "amax")
+
+    def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields the queries, the first key and the masks of some blocks at a time."""
+        for i in range(0, row.shape[0], step):
+            query = row[i : i + step, None] * grid.q_block + grid.range(0, grid.q_block)
+            yield query, column[i : i + step, None] * grid.k_block, mask[i : i + step]
+
+    for query, start, number in parts():
+        no_keys = count[number] == 0
+        low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[number]).flatten(), "amin")
+        high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[number]).flatten(), "amax")
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
-    inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
-    if bool((inside.clamp(min=0) != count).any()):
-        return None
+    for query, start, number in parts():
+        inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
+        if bool((inside.clamp(min=0) != count[number]).any()):
+            return None
     return low[: kept.num_queries], high[: kept.num_queries]
