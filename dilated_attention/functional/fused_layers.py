@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu
 # without gradients nothing is saved for a backward, and on short sequences fewer passes over memory gain nothing
 _WORTH_ROWS = 1024
 # the kernels hold a row in registers
-_MOST_COLUMNS = 16384
+MOST_COLUMNS = 16384
 # the dtypes that autocast casts
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # whether to use the kernels; None: where they run
@@ -195,7 +195,7 @@ def _has_autocast(x: torch.Tensor) -> bool:
 def _fit(x: torch.Tensor, step: Step, K: int) -> bool:
     """Whether calling these layers, of K columns, is computing their formula."""
     linears, norm, _ = step
-    if K > _MOST_COLUMNS or not all([is_lean(linear, nn.Linear) for linear in linears]):  # noqa: C419 - a generator takes longer
+    if K > MOST_COLUMNS or not all([is_lean(linear, nn.Linear) for linear in linears]):  # noqa: C419 - a generator takes longer
         return False
     if norm is not None and not (is_lean(norm, nn.LayerNorm, nn.RMSNorm) and norm.eps is not None and norm.normalized_shape == (K,)):
         return False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dilated_attention.factory.create import MODELS, configured, replaced
+from dilated_attention.functional.fused_layers import MOST_COLUMNS
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
 from dilated_attention.models.config import sum_over_layers
 from dilated_attention.models.loss import CHUNK_BYTES
@@ -33,8 +34,6 @@ _TRAFFIC, _OF_FORWARD, _ROTARY = 13.5, 0.4, 1.7
 # fitted to steps on an H200 (benchmarks/results/2026-11-21-h200/decode.jsonl; 2026-11-21-h200/train-infer.json holds others): a step of
 # 12 blocks that reads few keys takes 0.84 ms as a CUDA graph, and a dense row of many keys reads at 3.7 to 4.5 of the 4.8 TB/s
 _DECODE_SECONDS, _READ_SHARE = 0.84e-3 / 12, 0.9
-# of the kernels of functional.fused_layers
-_MOST_COLUMNS = 16384
 # rows over which the keys of a generated token are averaged
 _ROWS = 4096
 Terms = tuple[tuple[str, int], ...]
@@ -197,7 +196,7 @@ def _peak_of(run: Run, problems: tuple[Problem, ...]) -> tuple[Terms, str]:
     kept = saved
     if run.checkpoints:
         # autocast keeps what it has cast itself: weights of layers that no kernel computes, as there is no norm, or rows are too long
-        cast = embed * (not stack.sub_norm) + stack.inner_dim * (stack.inner_dim > _MOST_COLUMNS)
+        cast = embed * (not stack.sub_norm) + stack.inner_dim * (stack.inner_dim > MOST_COLUMNS)
         kept, passing = rows * run.weight * embed + e * embed * cast * (run.weight != e), passing + saved
     activations = given + stack.num_layers * kept
     loss, loss_grads = _loss_of(run, rows, e)

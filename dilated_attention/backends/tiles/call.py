@@ -64,7 +64,8 @@ class Tables:
     def __init__(self, walk: Walk, is_causal: bool, tile: int, device: torch.device) -> None:
         self.walk, self.is_causal, self.tile, self.device = walk, is_causal, tile, device
         self.num_tiles = counts_of(walk, False, tile).num_tiles, counts_of(walk, True, tile).num_tiles
-        self.lengths, self.rates = branches_of(walk.branches, device)
+        lengths, rates = zip(*walk.branches, strict=True)
+        self.lengths, self.rates = int_tensors((tuple([min(w, 2**31 - 1) for w in lengths]), rates), device)
         self.starts, self.index = _starts_of(walk, device), index_of(device)
         self._space: Workspace | None = None
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
@@ -85,6 +86,7 @@ class Tables:
                 current.wait_event(self._copied)
                 space.memory.record_stream(current)
         spans, _, rows = (space or self._make()).pointers
+        # a row has 8 numbers of 4 bytes
         return spans, rows, rows + 32 * self.num_tiles[0]
 
     def tensors(self) -> Tensors:
@@ -132,12 +134,6 @@ def _starts_of(walk: Walk, device: torch.device) -> Tensor:
 def int_tensors(numbers: tuple[Any, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Returns int32 tensors of these numbers."""
     return tuple([torch.tensor(x, dtype=torch.int32, device=device) for x in numbers])
-
-
-def branches_of(branches: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Returns segment length and rate of each branch."""
-    lengths, rates = zip(*branches, strict=True)
-    return int_tensors((tuple([min(w, 2**31 - 1) for w in lengths]), rates), device)
 
 
 def index_of(device: torch.device) -> int:

@@ -108,11 +108,13 @@ def step_of(walk: Walk, offsets: tuple[tuple[int, ...], ...]) -> int:
 def _step_of(branches: tuple[tuple[int, int], ...], offsets: tuple[tuple[int, ...], ...], direct: int) -> tuple[int, tuple[int, ...]]:
     """Returns the step wherever every segment begins at a multiple of it, and the segment lengths of the other branches."""
     others = [b for b in range(len(branches)) if b != direct]
+    if not others:
+        return 1, ()
     step = math.gcd(*(branches[b][1] for b in others))
     step &= -step
-    while any(len({offsets[b][head] % step for b in others}) > 1 for head in range(len(offsets[0])) if step):
+    while any(len({offsets[b][head] % step for b in others}) > 1 for head in range(len(offsets[0]))):
         step //= 2
-    return max(step, 1), tuple(branches[b][0] for b in others)
+    return step, tuple(branches[b][0] for b in others)
 
 
 def counts_of(walk: Walk, of_keys: bool, tile: int | None = None) -> Counts:

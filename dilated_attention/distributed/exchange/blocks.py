@@ -164,8 +164,8 @@ def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
     starts = lists.row_starts[first : last + 1]
     low, high = (int(x) for x in starts[[0, -1]].tolist())
     masks = None if lists.masks is None else lists.masks[low:high]
-    found = replace(lists, num_heads=heads[1] - heads[0], row_starts=starts - low, columns=lists.columns[low:high], masks=masks)
-    return _without_unused_masks(found)
+    of_heads = replace(lists, num_heads=heads[1] - heads[0], row_starts=starts - low, columns=lists.columns[low:high], masks=masks)
+    return _without_unused_masks(of_heads)
 
 
 def _without_unused_masks(lists: BlockLists) -> BlockLists:
@@ -270,7 +270,7 @@ def held_documents(
 ) -> list[HeldDocument]:
     """Returns the documents of which a rank holds rows. ``span``: of the keys in the memory."""
     own, block = torch.cat([torch.arange(0), *(torch.arange(*run) for run in ring_problem.shards[rank])]), ring_problem.pattern.q_block
-    found = []
+    holdings = []
     for document in ring_problem.documents:
         if not (runs := query_blocks(ring_problem, rank, document)):
             continue
@@ -295,8 +295,8 @@ def held_documents(
             "first_key": keys[0],
             "settings": settings,
         }
-        found.append(HeldDocument(lists, common))
-    return found
+        holdings.append(HeldDocument(lists, common))
+    return holdings
 
 
 def block_parts(held: list[HeldDocument], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:

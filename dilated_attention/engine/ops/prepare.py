@@ -74,17 +74,19 @@ def make_plan(
         is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms)
         return request, Options(settings.scale, deterministic=request.deterministic, softcap=settings.softcap), chosen, is_whole
 
-    kind = decided = None
+    kind = decision = None
     if is_one and shape.queries == shape.keys:
         # one answer for calls of this kind, whatever their length
         is_gpu = (q.device.type if hardware is None else hardware.device_type) == "cuda"
         kinds = rounded(Nk) if is_gpu else 0, rounded_length(length), extent_of(tensors[:4], longest)
         state = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
         kind = settings, pattern, is_backward, has_padding, host_ms, B, H, Hk, D, q.dtype, hardware or q.device, kinds, state
-        decided = registry.cached.get(kind)
-    request, options, chosen, is_whole = decided or decide()
-    if kind is not None and decided is None:
-        registry.remember(kind, (request, options, chosen, is_whole))
+        decision = registry.cached.get(kind)
+    if is_new := decision is None:
+        decision = decide()
+        if kind is not None:
+            registry.remember(kind, decision)
+    request, options, chosen, is_whole = decision
 
     can = chosen.capabilities
     if not is_whole and (can.aligned_last or not can.native_window):
@@ -108,7 +110,7 @@ def make_plan(
     elif is_whole:
         plan.runner, plan.backend = tiles, registry.get(NAME)
         plan.capabilities = plan.backend.capabilities
-        if decided is None:
+        if is_new:
             tiles.compile_ahead(plan, tensors, has_padding)
     else:
         # self-attention over a single document: each row of a branch is in one problem, which begins with its segment
