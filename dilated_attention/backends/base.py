@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,6 +169,11 @@ class Bias(NamedTuple):
         """Returns ‖c_query − c_key‖ (P, rows, S) of some queries."""
         x, y = (self.queries[:, rows, None, i] - self.keys[:, None, :, i] for i in range(2))
         return torch.hypot(x, y)
+
+    def part(self, queries: Any, keys: Any, heads: slice = slice(None)) -> Bias:
+        """Returns the bias of some queries and keys, indices of their tensors, and heads."""
+        gradient = None if self.gradient is None else self.gradient[heads]
+        return Bias(self.queries[queries], self.keys[keys], self.slopes[heads], gradient)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from dilated_attention.engine.branches.launches import without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, new_like
-from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, record_of
+from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 
@@ -137,7 +137,7 @@ class RingPass:
         *of_backward: torch.Tensor,
     ) -> None:
         self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs[1].shape[2]
-        self.padding, _, seed = inputs[3:6]
+        self.padding, _, seed, _, self.bias = inputs[3:8]
         self.bounds = bounds
         tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
@@ -147,7 +147,7 @@ class RingPass:
         # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
         self.setup = cached_setup((*place, *options, q.dtype, q.device, q.shape, k.shape), self._make_setup)
         self.masks = Masks(None, 0 if seed is None else int(seed.item()))
-        self.is_moved = self.padding is None and self.setup.sharding is None
+        self.is_moved = self.padding is None and self.bias is None and self.setup.sharding is None
 
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
@@ -155,18 +155,26 @@ class RingPass:
         return make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
 
     def _move(self, what: str) -> None:
-        """Gathers the padding of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
+        """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
         self.is_moved = True
+        (q, k, v), bias = self.tensors, self.bias
+        if bias is not None and self.call.settings.bias == "position":
+            bias = bias._replace(keys=positions_as_places(self.ring.seq_len, k, bias.keys.dtype))
+            self.masks = self.masks._replace(bias=bias)
+        elif bias is not None:
+            self.masks = self.masks._replace(bias=bias._replace(keys=self._whole(bias.keys, "places of keys")))
         if self.padding is not None:
-            ring, size = self.ring, self.members.size
-            rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
-            whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
-            (mask,) = reshard([self.padding[..., None]], [rows], [whole], self.members.rank, self._wire(), "padding masks")
-            self.masks = self.masks._replace(padding=mask[..., 0])
-            q, k, v = self.tensors
+            self.masks = self.masks._replace(padding=self._whole(self.padding, "padding masks"))
             # padding could spread NaN through sums
             self.tensors = (q, *without_padding(k, v, self.padding))
         self.tensors = self._reshard(self.tensors, "qkk", f"{what}: q, k and v")
+
+    def _whole(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """Returns numbers (B, N, …) of all positions from this rank's (B, n, …)."""
+        ring, size = self.ring, self.members.size
+        rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
+        whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
+        return reshard([x[:, :, None]], [rows], [whole], self.members.rank, self._wire(), what)[0][:, :, 0]
 
     def _wire(self) -> Wire | None:
         """Returns the wire. Every rank opens it, even one that has nothing to exchange."""

@@ -110,7 +110,7 @@ def attention_memory(
     machine = hardware or detect("cpu")
     branches = pattern.segment_lengths, pattern.dilation_rates, pattern.head_offsets, pattern.branch_heads, pattern.tail
     settings = CallSettings(
-        branches, "", (), is_causal, detached, False, needs_grad, backend, "native", 0.0, False, False, (), D**-0.5, dropout_p
+        branches, "", (), is_causal, detached, False, needs_grad, backend, "native", 0.0, False, "", (), D**-0.5, dropout_p
     )
     q, k = (torch.empty((B, N, heads, D), dtype=dtype, device="meta") for heads in (H, Hk))
     given: dict[str, Any] = {}

@@ -65,7 +65,7 @@ def attend(
         if options_key is not None and (blocks is None or not blocks.lives_here):
             # in one process a record serves calls of all lengths
             sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
-            tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None, bias is None
+            tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None, getattr(bias, "kind", "")
             with_grad = needs_grad(q, k, v, sinks, *of_bias) if resolves is None else resolves
             key = function, branches, blocks, group, window, options_key, sizes, tensors, with_grad
             known = find(key, q.dtype)
@@ -184,11 +184,6 @@ def checked_settings(
     check_bias(options.bias, q, k)
     if options.bias is not None and options.softcap is not None:
         raise ValueError(f"bias is given with softcap {options.softcap}; expected one of them: scores are capped or have a bias")
-    if options.bias is not None and is_sharded:
-        raise ValueError(
-            f"bias is {type(options.bias).__name__} in a ring, whose parts compute none; expected None, or a call in one process, "
-            "of attention, dilated_attention, block_sparse_attention"
-        )
     registry.check_name(options.backend)
     return CallSettings(
         branches=plain,
@@ -201,7 +196,7 @@ def checked_settings(
         backend=options.backend,
         precision=options.precision,
         has_sinks=options.sinks is not None,
-        has_bias=options.bias is not None,
+        bias=getattr(options.bias, "kind", ""),
         softcap=check.check_softcap(options.softcap, scale, q.dtype),
         sharding=sharding,
         scale=scale,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Alibi:
     """
 
     slopes: Tensor
+    kind: ClassVar[str] = "position"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,7 @@ class Distance:
 
     coordinates: Tensor
     slopes: Tensor
+    kind: ClassVar[str] = "place"
 
 
 def check_bias(bias: Any, q: Tensor, k: Tensor) -> None:
@@ -84,10 +86,10 @@ def check_bias(bias: Any, q: Tensor, k: Tensor) -> None:
         raise ValueError("bias.coordinates needs a gradient, and a bias has none for places; expected fixed ones: give .detach()")
 
 
-def bias_tensors(bias: Alibi | Distance, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what an op takes of a checked bias: coordinates (B, Nk, 2) in the dtype of lse, and slopes (H,)."""
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    # positions of documents differ by their distance, too
-    x = torch.arange(k.shape[1], device=q.device) if isinstance(bias, Alibi) else bias.coordinates
-    x = (x[:, None] if x.ndim == 1 else x).to(dtype)
+def bias_tensors(bias: Alibi | Distance, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Returns what an op takes of a checked bias: coordinates (B, Nk, 2) in the dtype of lse, None for positions, and slopes (H,)."""
+    if isinstance(bias, Alibi):
+        return None, bias.slopes
+    x = bias.coordinates
+    x = (x[:, None] if x.ndim == 1 else x).to(torch.float64 if q.dtype is torch.float64 else torch.float32)
     return torch.nn.functional.pad(x, (0, 2 - x.shape[-1])).expand(k.shape[0], -1, -1), bias.slopes

@@ -60,7 +60,8 @@ class CallOptions(ScoreOptions, total=False):
         softcap: c, from 1.18e-38 to 1.01e31: scores are c·tanh(s/c) (Gemma 2); None for s. Few backends can:
             ``explain_backend(softcap=…)`` says which.
         bias: ``Alibi(slopes)`` or ``Distance(coordinates, slopes)``: what each head adds to its scaled scores, by position or place, with
-            memory in proportion to N. Not with softcap, and in one process. Content-chosen blocks are chosen without it.
+            memory in proportion to N. Not with softcap. Content-chosen blocks are chosen without it. In a ring places are those of this
+            process's keys.
         dropout_p: probability that an attention weight is dropped. A pair of positions has the same decision in every branch. Pass 0
             in evaluation.
         return_lse: also return the log-sum-exp of the scores.
@@ -95,7 +96,7 @@ class RingOptions(CallOptions, total=False):
 
     ``key_padding_mask`` (B, n) is that of this process's keys, ``cu_seqlens`` has the boundaries in the whole sequence. Dropout is by
     position in the whole sequence: with equal seeds on all processes it equals that of a single process. A process's gradient of ``sinks``
-    is that of its own rows; the whole gradient is the sum over the group, like that of every replicated parameter.
+    and of a bias's slopes is that of its own rows; the whole gradient is the sum over the group, like that of every replicated parameter.
 
     Args:
         group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with

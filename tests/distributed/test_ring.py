@@ -5,7 +5,9 @@ Over gloo, and over NCCL where GPUs are there (pytest -m gpus). ``gpus/test_ring
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -31,7 +33,7 @@ from dilated_attention.testing import (
 from dilated_attention.testing.bounds import largest
 from dilated_attention.testing.check import truth_and_bounds
 from tests.helpers import ring_cases, ring_chosen
-from tests.helpers.machine import worlds
+from tests.helpers.machine import ON_CPU, worlds
 from tests.helpers.pool import Pool, pool_of
 from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, draw, random_layout, together, with_changes
 from tests.helpers.ring_chosen import spread_of
@@ -90,6 +92,22 @@ def test_steps_of_heads(pool: Pool, dropout_p: float) -> None:
 @pytest.mark.parametrize("pool", worlds(2, 4, gpus=(2, 3, 4)))
 def test_segments_and_ranks(pool: Pool) -> None:
     check(pool, ring_chosen.segments_and_ranks(pool.world))
+
+
+def on_tiles(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype) -> list[list[Result]]:
+    """The calls on the project's own kernels, interpreted on a CPU."""
+    tiles = registry.get("tiles")
+    with mock.patch.object(tiles, "capabilities", replace(tiles.capabilities, devices=frozenset({"cpu", "cuda"}))):
+        return ring_cases.run(rank, world, [with_changes(x, backend="tiles") for x in spreads], dtype)
+
+
+@pytest.mark.skipif(ON_CPU and os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels")
+@pytest.mark.parametrize("pool", worlds(2, gpus=(2,)))
+def test_biases_by_kernels(pool: Pool) -> None:
+    dtype, spreads = torch.bfloat16 if pool.on_gpus else torch.float32, ring_chosen.biases()
+    ranks = pool.run(on_tiles, spreads, dtype)
+    for index, spread in enumerate(spreads):
+        judge(spread, [rank[index][0] for rank in ranks], dtype, pool.device)
 
 
 @pytest.mark.parametrize("pool", worlds(2, 3, 5, gpus=(2, 3)))

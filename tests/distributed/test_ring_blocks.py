@@ -109,6 +109,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "documents and padding": {"bounds": (0, 299, N_BIG), "padding": "some", "is_causal": True},
     "sinks": {"sinks": True, "is_causal": True},
     "softcap": {"softcap": 0.8},
+    "bias by position": {"bias": "alibi", "is_causal": True},
+    "bias by place and documents": {"bias": "plane", "bounds": (0, 70, 200, N_BIG)},
 }
 SHARED, OF_HEADS = LocalWindow(40, block_size=64) | RandomBlocks(0.1, block_size=64), BigBird(30, 3, 1, block_size=(64, 128))
 
@@ -173,7 +175,7 @@ def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
         padding="some" if N > 0 and draw(st.integers(0, 3)) == 0 else "none",
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.4])),
         sinks=draw(st.booleans()),
-        softcap=draw(st.sampled_from([None, None, 0.8])),
+        **draw(st.sampled_from([{}, {}, {"softcap": 0.8}, {"bias": "alibi"}, {"bias": "plane"}])),
         branches=draw(some_branches(heads)) if with_branches else None,
         seed=draw(st.integers(0, 99)),
     )

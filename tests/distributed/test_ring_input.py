@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import (
+    Alibi,
     BackendUnavailable,
     RingMultiheadDilatedAttention,
     ring_attention,
@@ -146,6 +147,7 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BASE, {"scale": 0.5}, r"scale: .* rank 2 has 0\.5"),
     (BASE, {"softcap": 0.5}, r"softcap: .* have None, rank 2 has 0\.5"),
     (BASE, {"sinks": torch.zeros(4)}, "sinks: .* have None, rank 2 has given"),
+    (BASE, {"bias": Alibi(torch.zeros(4))}, "bias: .* have None, rank 2 has by position"),
     (BASE, {"dropout_p": 0.5}, r"dropout_p: .* rank 2 has 0\.5"),
     (BASE, {"deterministic": True}, "deterministic: .* rank 2 has True"),
     (BASE, {"leaf": True}, "requires_grad: .* have False, rank 2 has True"),

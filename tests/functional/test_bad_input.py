@@ -262,7 +262,6 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": Q, "bias": da.Distance(torch.zeros(8, device="meta"), torch.zeros(4))}, ValueError, "coordinates is on meta and q on cpu"),
     ({"q": Q, "bias": da.Distance(torch.zeros(8).requires_grad_(), torch.zeros(4))}, ValueError, "needs a gradient … .detach()"),
     ({"q": Q, "bias": da.Alibi(torch.zeros(4)), "softcap": 5.0}, ValueError, "bias is given with softcap 5.0"),
-    ({"q": Q, "bias": da.Alibi(torch.zeros(4)), "group": None}, ValueError, "bias is Alibi in a ring … call in one process"),
     # documents
     (tensors(1, cu_seqlens=[0, 8]), TypeError, "cu_seqlens is a list … int32 … torch.tensor(cu_seqlens)"),
     (tensors(1, cu_seqlens=torch.tensor([0.0, 8.0])), TypeError, "cu_seqlens has dtype torch.float32 … int32"),

@@ -80,7 +80,7 @@ def ring(case: Case, x: Inputs, *qkv: torch.Tensor, **more: Any) -> Tensors:
     """Of one process."""
     function, arguments, options = function_of(case, x)
     torch.manual_seed(case.seed)
-    del options["query_offset"], options["bias"]
+    del options["query_offset"]
     return getattr(da, f"ring_{function.__name__}")(*qkv, *arguments, **options | more)  # type: ignore[no-any-return]
 
 
@@ -122,7 +122,7 @@ def _of_rows(case: Case) -> Case:
 
 
 def _of_ring(case: Case) -> Case:
-    return replace(static(case), num_queries=case.num_keys, query_offset=0, bias="none")
+    return replace(static(case), num_queries=case.num_keys, query_offset=0)
 
 
 def _of_module(case: Case) -> Case:

@@ -130,7 +130,8 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
         backend=next((other for option, other in kernel.instead if options[option]), kernel.backend),
     )
     sinks = mixture_grad == "exact" and rng.random() < 0.25
-    return with_changes(spread, sinks=sinks, softcap=rng.choice([None, None, None, 0.8]) if kernel.dtype is torch.float64 else None)
+    scores = rng.choice([{}, {}, {"softcap": 0.8}, {"bias": rng.choice(["alibi", "line", "plane"])}])
+    return with_changes(spread, sinks=sinks, **scores if kernel.dtype is torch.float64 else {})
 
 
 def _pattern(rng: random.Random, n: int, world: int, heads: int, may_split: bool) -> DilatedPattern:
@@ -167,7 +168,8 @@ def local_inputs(x: Inputs, rows: torch.Tensor, memory: str = "rows") -> Inputs:
     """The rows of one rank, lying as ``memory`` says."""
     q, k, v, dout = (_laid_out(y[:, rows], memory) for y in (x.q, x.k, x.v, x.dout))
     padding = None if x.key_padding_mask is None else x.key_padding_mask[:, rows]
-    return Inputs(q, k, v, dout, x.dlse[..., rows], padding, x.cu_seqlens, x.sinks)
+    coordinates = None if x.coordinates is None else x.coordinates[:, rows]
+    return Inputs(q, k, v, dout, x.dlse[..., rows], padding, x.cu_seqlens, x.sinks, coordinates, x.slopes)
 
 
 def _laid_out(x: torch.Tensor, memory: str) -> torch.Tensor:
@@ -235,8 +237,8 @@ def together(spread: Spread, parts: Sequence[Result]) -> Result:
     order = rows.argsort()
     dims = {name: dim for name, dim in SEQUENCE_DIM.items() if name in parts[0]}
     whole = {name: torch.cat([part[name] for part in parts], dim).index_select(dim, order) for name, dim in dims.items()}
-    # a rank has the sinks' gradient of its own rows
-    return whole | ({"dsinks": torch.stack([part["dsinks"] for part in parts]).sum(0)} if "dsinks" in parts[0] else {})
+    # a rank has the gradient of sinks and slopes of its own rows
+    return whole | {name: torch.stack([part[name] for part in parts]).sum(0) for name in ("dsinks", "dslopes") if name in parts[0]}
 
 
 def in_subgroup(rank: int, world: int, ranks: Sequence[int], spreads: Sequence[Spread], as_mesh: bool) -> list[Result] | None:

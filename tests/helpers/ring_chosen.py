@@ -52,6 +52,18 @@ def segments_and_ranks(world: int) -> list[Spread]:
     ]
 
 
+def biases() -> list[Spread]:
+    """By position and by place, of branches and of all keys, where rows move, where heads do, and where neither does."""
+    branches = DilatedPattern((16, 32, 100), (1, 2, 4))
+    ways: list[dict[str, Any]] = [
+        {"pattern": WHOLE, "layout": "zigzag", "is_causal": True, "bias": "alibi"},
+        {"pattern": branches, "layout": "striped", "bias": "plane"},
+        {"pattern": WHOLE, "exchange": "all_to_all", "bias": "line", "batch": 2},
+        {"pattern": branches, "bounds": (0, 9, 31, 40), "bias": "plane"},
+    ]
+    return [spread_of(n=40, head_dim=32, **{"heads": 2, "kv_heads": 1, "batch": 1, **way}) for way in ways]
+
+
 def ranks_without_rows(world: int) -> list[Spread]:
     """N = 0, 1 and fewer positions than ranks; keys that are all padding; documents of no positions and of one rank alone."""
     pattern = DilatedPattern((2, 3), (1, 2))

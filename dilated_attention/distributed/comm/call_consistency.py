@@ -124,6 +124,7 @@ def agreed_call(
         "scale": settings.scale,
         "softcap": settings.softcap or None,
         "sinks": "given" if settings.has_sinks else None,
+        "bias": f"by {settings.bias}" if settings.bias else None,
         "dropout_p": settings.dropout_p,
         "mixture_grad": "detached" if settings.detached else "exact",
         "deterministic": settings.deterministic,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.distributed.exchange.computation import Masks, Part, Tensors
+from dilated_attention.distributed.exchange.computation import Masks, Part, Tensors, masks_at
 from dilated_attention.distributed.exchange.plan import (
     KeySpan,
     Needed,
@@ -235,7 +235,7 @@ class BlockPart(Part):
 
     def _options(self, q: torch.Tensor, masks: Masks) -> Options:
         settings, first, count = self.settings, self.first_key, self.key_rows.stop - self.key_rows.start
-        padding = None if masks.padding is None else masks.padding[:, first : first + count]
+        masks = masks_at(masks, self.positions, slice(first, first + count), self.heads)
         dropout = None
         if settings.dropout_p:
             batch, device = q.shape[0], q.device
@@ -244,7 +244,8 @@ class BlockPart(Part):
             entries, heads = torch.arange(batch, device=device), torch.arange(*self.heads, device=device)
             dropout = Dropout(settings.dropout_p, masks.seed, entries, heads, queries, keys)
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-        return Options(settings.scale, mask=Mask(padding), dropout=dropout, deterministic=deterministic, softcap=settings.softcap)
+        mask = Mask(masks.padding)
+        return Options(settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=masks.bias)
 
     def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
         """Returns the backend of a pass on tensors like these, or raises BackendUnavailable; None if no key is kept."""

@@ -81,7 +81,7 @@ class QueryPart(Part):
 
     def _masks_of(self, masks: Masks) -> Masks:
         """Returns the masks of the positions that the call counts."""
-        return masks if masks.padding is None else masks._replace(padding=masks.padding[:, self.span.start : self.span.end])
+        return masks_at(masks, slice(*self.queries), slice(self.span.start, self.span.end), self.heads, self.first_head)
 
     def _plan(self, views: Tensors, masks: Masks) -> Plan:
         kind = (masks.padding is None, *[x.stride() for x in views])
@@ -114,6 +114,15 @@ def parts_of(
         key_rows = slice(seen.start - span.start, seen.end - span.start)
         parts.append(QueryPart(rows=rows, key_rows=key_rows, queries=queries, span=seen, **common))
     return tuple(sorted(parts, key=lambda part: part.span.start - part.span.end))
+
+
+def masks_at(masks: Masks, queries: slice | torch.Tensor, keys: slice, heads: Range, first_head: int = 0) -> Masks:
+    """Returns the masks of a part of the whole sequence: of some positions and of heads, counted from ``first_head``. A bias has the places
+    of all positions."""
+    padding, bias = masks.padding, masks.bias
+    if bias is not None:
+        bias = bias._replace(queries=bias.keys).part((slice(None), queries), (slice(None), keys), slice(*(first_head + h for h in heads)))
+    return masks if padding is None and bias is None else masks._replace(padding=None if padding is None else padding[:, keys], bias=bias)
 
 
 def narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:

@@ -308,7 +308,7 @@ def make_setup(
         assert problem is not None and pattern is not None
         documents_held = []
         # masks and dropout are by position, and detached mixing needs the outputs of all branches
-        plain = padding is None and not settings.dropout_p and not settings.detached
+        plain = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
         crossing = crossing_of(problem, row * kv_heads) if plain and len(ranks) > 1 else None
         if crossing is not None:
             own = home_parts(problem, crossing.home, settings, place, first)

@@ -123,7 +123,7 @@ def _options_of(options: Options, where: slice) -> Options:
     if padding is not None:
         options = replace(options, mask=Mask(padding[where]))
     if bias is not None:
-        options = replace(options, bias=bias._replace(queries=bias.queries[where], keys=bias.keys[where]))
+        options = replace(options, bias=bias.part(where, where))
     if dropout is not None:
         options = replace(
             options, dropout=replace(dropout, batch=dropout.batch[where], queries=dropout.queries[where], keys=dropout.keys[where])

@@ -184,7 +184,7 @@ def masks_of(masks: Masks, dropout_p: float, positions: tuple[int, int], batch: 
     if dropout_p:
         cut_from.append(torch.arange(*positions, device=device).repeat(batch, 1))
         cut_from.append(torch.arange(batch, device=device)[:, None].repeat(1, positions[1] - positions[0]))
-    return [x[..., None] for x in cut_from] + ([] if masks.bias is None else [masks.bias.keys[:, :, None]])
+    return [x[..., None] for x in cut_from] + ([] if masks.bias is None else [masks.bias.keys.contiguous()[:, :, None]])
 
 
 def rows_of(letters: str, tensors: Sequence[Tensor], position: int, padding: bool, dropout: bool, bias: bool = False) -> list[Rows]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Bias
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
 from dilated_attention.backends.tiles.table import counts_of
@@ -112,7 +111,7 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
         has_padding, plan.is_detached, plan.is_backward, plan.is_saved, plan.size[1], q.dtype, q.device,
     )  # fmt: skip
     # the words of dropout are drawn by a kernel that takes no meta tensors; a bias is rare
-    if q.device.type != "cuda" or plan.settings.dropout_p or plan.settings.has_bias or kind in _started:
+    if q.device.type != "cuda" or plan.settings.dropout_p or plan.settings.bias or kind in _started:
         return
     _started.add(kind)
     q, k, v, *dout = (torch.empty_strided(x.shape, x.stride(), dtype=q.dtype, device="meta") for x in tensors[: 3 + plan.is_backward])
@@ -177,15 +176,14 @@ def _masks_of(plan: Plan, share: Share, masks: Masks) -> dict[str, Any]:
     padding = None if masks.padding is None else masks.padding[slice(*share.batch)]
     bias = masks.bias
     if bias is not None:
-        batch, heads = slice(*share.batch), slice(*share.heads)
-        gradient = None if bias.gradient is None else bias.gradient[heads]
-        bias = Bias(bias.queries[batch], bias.keys[batch], bias.slopes[heads], gradient)
+        batch = slice(*share.batch)
+        bias = bias.part(batch, batch, slice(*share.heads))
     return {"padding": padding, "words": words, "dropout_p": dropout_p, "bias": bias}
 
 
 def terms(plan: Plan) -> Terms:
     (_, head_dim, itemsize), shape = plan.size, plan.shape
-    own, is_saved, dropout, bias = plan.is_detached, plan.is_saved, plan.settings.dropout_p > 0, plan.settings.has_bias
+    own, is_saved, dropout, bias = plan.is_detached, plan.is_saved, plan.settings.dropout_p > 0, bool(plan.settings.bias)
     num_queries = shape.queries[1] - shape.queries[0]
     queries_and_keys = 2 * num_queries + shape.keys[1] - shape.keys[0]
     most = 0

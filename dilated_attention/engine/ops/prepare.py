@@ -58,7 +58,7 @@ def make_plan(
     length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
     causal, window = settings.is_causal, settings.window_sides
     # what differs from pair to pair is cut for each launch
-    by_position = settings.dropout_p > 0 or settings.has_bias
+    by_position = settings.dropout_p > 0 or bool(settings.bias)
     shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)
     both = settings.detached and (settings.needs_grad or is_backward)
 
@@ -187,7 +187,7 @@ def request_of(
         needs_grad=is_backward,
         dropout=settings.dropout_p > 0,
         softcap=settings.softcap > 0,
-        bias=settings.has_bias,
+        bias=bool(settings.bias),
         deterministic=settings.deterministic or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,

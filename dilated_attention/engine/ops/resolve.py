@@ -30,8 +30,8 @@ from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
 Optional = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
-# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; coordinates (B, Nk, 2) and
-# slopes (H,): of a bias; sinks: of the heads (H,)
+# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; coordinates (B, Nk, 2), None
+# for positions, and slopes (H,): of a bias; sinks: of the heads (H,)
 INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept", "coordinates", "slopes", "sinks")
 _OUTER = ("dout", "dlse", "out", "lse", "saved")
 # the largest number of sets of shapes and strides that are remembered for one kind of call
@@ -287,14 +287,21 @@ def masks_of(padding: Optional, seed: Optional, bias: Bias | None = None) -> Mas
 
 def bias_of(inputs: tuple[Any, ...], query_offset: int, with_gradient: bool = False) -> Bias | None:
     """Returns the bias of a call, or None, from the ``INPUTS``; ``with_gradient``: with zeros for that of the slopes."""
-    coordinates, slopes = inputs[7:9]
+    (q, k), (coordinates, slopes) = inputs[:2], inputs[7:9]
     if slopes is None:
         return None
-    q, acc = inputs[0], accumulation_dtype(inputs[0].dtype)
+    acc = accumulation_dtype(q.dtype)
     # of any strides, where launches are kept
-    coordinates = coordinates.to(acc).contiguous()
+    coordinates = positions_as_places(k.shape[1], k, acc) if coordinates is None else coordinates.to(acc).contiguous()
     gradient = torch.zeros(slopes.shape, dtype=acc, device=slopes.device) if with_gradient else None
     return Bias(coordinates[:, query_offset : query_offset + q.shape[1]], coordinates, slopes.detach().to(acc), gradient)
+
+
+def positions_as_places(num_keys: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns positions 0, 1, … as coordinates (B, N, 2) of a ``Bias``; B and device as of ``like``."""
+    # positions of documents differ by their distance, too
+    places = torch.arange(num_keys, dtype=dtype, device=like.device)[:, None]
+    return torch.nn.functional.pad(places, (0, 1)).expand(like.shape[0], -1, -1).contiguous()
 
 
 def find(key: Hashable, dtype: torch.dtype) -> ResolvedCall | None:

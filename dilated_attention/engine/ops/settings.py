@@ -28,7 +28,7 @@ class CallSettings(NamedTuple):
         needs_grad: a backward will follow.
         softcap: c of scores c·tanh(s/c); 0 for plain scores.
         has_sinks: the heads have sinks.
-        has_bias: a bias is added to the scores.
+        bias: what is added to the scores: "" · "position": ``Alibi`` · "place": ``Distance``.
         sharding: the additional settings of a distributed call; () in one process.
         query_offset: position of the first query; 0 in a distributed call.
         seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
@@ -45,7 +45,7 @@ class CallSettings(NamedTuple):
     precision: str
     softcap: float
     has_sinks: bool
-    has_bias: bool
+    bias: str
     sharding: tuple[Any, ...]
     scale: float
     dropout_p: float
@@ -68,7 +68,7 @@ class CallSettings(NamedTuple):
     @property
     def saves_outputs(self) -> bool:
         """Whether the forward of a call on one whole sequence saves the branches' outputs for the backward, where it can."""
-        alone = not (self.dropout_p or self.has_bias or self.window or self.query_offset)
+        alone = not (self.dropout_p or self.bias or self.window or self.query_offset)
         return self.detached and self.needs_grad and alone
 
     def arguments(self) -> tuple[Any, ...]:
