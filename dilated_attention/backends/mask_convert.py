@@ -1,4 +1,4 @@
-"""Converts masks to the forms that kernel libraries take (additive bias, window sizes), once, at the boundary to the library."""
+"""Converts masks, and heads that share keys, to the forms that kernel libraries take, once, at the boundary to the library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dilated_attention.backends.torch_ops.math import band_mask
 
 
 def additive_bias(q: Tensor, k: Tensor, options: Options, *, pad_keys_to: int = 1) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (bias (P, 1, L or 1, S) of q's dtype with 0 and −inf, rows left without keys (P, L)); (None, None) without a mask.
+    """Returns (bias (P, 1, L or 1, S) of q's dtype with 0 and −inf, bool (P, L): rows without keys); (None, None) without a mask.
 
     Args:
         pad_keys_to: the last dimension is a slice of one padded to a multiple of this, for kernels that require aligned rows.
@@ -28,7 +28,7 @@ def additive_bias(q: Tensor, k: Tensor, options: Options, *, pad_keys_to: int = 
     else:
         assert padding is not None
         blocked = padding[:, None, :]
-        # causal: row i sees the keys up to i, so it is empty if all of those are padding
+        # causal, of as many queries as keys: row i sees the keys up to i, so it is empty if all of those are padding
         empty_PL = padding.to(torch.uint8).cummin(-1).values.bool() if options.causal else blocked.all(-1)
     width = -(-S // pad_keys_to) * pad_keys_to
     bias = torch.zeros((*blocked.shape[:-1], width), dtype=q.dtype, device=q.device)[..., :S].masked_fill_(blocked, -torch.inf)
@@ -60,6 +60,6 @@ def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int
     return left, right
 
 
-def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
     """Returns keys or values (P, S, K, D) with a copy of each head for every query head that reads it, for kernels without groups."""
     return x if x.shape[2] == num_heads else x.repeat_interleave(num_heads // x.shape[2], dim=2)

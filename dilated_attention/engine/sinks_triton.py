@@ -17,8 +17,8 @@ _SIZE = 8192
 @triton.jit
 def _place(num_rows, num_heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """(batch entry, rows, head) of this program. Heads come first: programs that run at the same time then share whole rows of out."""
-    tile, tiles = tl.program_id(0) // num_heads, tl.cdiv(num_rows, ROWS)
-    return (tile // tiles).to(tl.int64), (tile % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(0) % num_heads
+    tile, tiles, head = tl.program_id(0) // num_heads, tl.cdiv(num_rows, ROWS), tl.program_id(0) % num_heads
+    return (tile // tiles).to(tl.int64), (tile % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64), head.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])
@@ -52,13 +52,13 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     out_at = out_ptr + ((batch * num_rows + rows[:, None]) * num_heads + head) * HEAD_DIM + columns[None, :]
     dout_at = dout_ptr + batch * dout_stride_b + head * dout_stride_h + rows[:, None] * dout_stride_n + columns[None, :] * dout_stride_d
     out, dout = tl.load(out_at, mask=tile, other=0.0).to(tl.float32), tl.load(dout_at, mask=tile, other=0.0).to(tl.float32)
-    share = -tl.sum(out * dout, axis=1)
+    row_gradient = -tl.sum(out * dout, axis=1)
     if HAS_DLSE:
-        share += tl.load(dlse_ptr + batch * dlse_stride_b + head * dlse_stride_h + rows * dlse_stride_n, mask=inside, other=0.0)
+        row_gradient += tl.load(dlse_ptr + batch * dlse_stride_b + head * dlse_stride_h + rows * dlse_stride_n, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + (batch * num_heads + head) * num_rows + rows, mask=inside, other=-float("inf"))
     weight = tl.exp(tl.load(sinks_ptr + head).to(tl.float32) - lse)
     # a row with lse −inf has neither keys nor a sink
-    total = tl.sum(tl.where(lse == -float("inf"), 0.0, weight * share), axis=0)
+    total = tl.sum(tl.where(lse == -float("inf"), 0.0, weight * row_gradient), axis=0)
     tl.store(partial_ptr + tl.program_id(0), total)
 
 

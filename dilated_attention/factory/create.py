@@ -72,8 +72,8 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
         overrides: fields of that configuration (``num_layers=6``), or of the encoder's configuration within it; and options of the model:
             ``backend``, ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences are shared by several processes also
             ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``,
-            ``SlideEncoder``, ``LongViT``. Another kind of ``attention`` drops the preset's segments, rates, offsets, tail and block
-            pattern; so does a list of dicts, which layers take in turn (see ``LongNetConfig``).
+            ``SlideEncoder``, ``LongViT``. Another kind of ``attention`` drops the preset's segments, rates, offsets, tail,
+            mixture_grad and block pattern; so does a list of dicts, which layers take in turn (see ``LongNetConfig``).
 
     Returns:
         The model with freshly initialised parameters, in training mode. ``model.summary()`` gives its size and reach.
@@ -101,14 +101,14 @@ def configured(preset: str, *, context_length: int | None = None, **overrides: A
     config: Any = MODEL_PRESETS[preset]
     options = [name for name in inspect.signature(MODELS[type(config)]).parameters if name != "config"]
     encoder: Any = getattr(config, "encoder", None)
-    outer, inner = ([] if x is None else [field.name for field in fields(x)] for x in (config, encoder))
-    _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*outer, *inner, *options, "context_length")))
+    model_fields, encoder_fields = ([] if x is None else [field.name for field in fields(x)] for x in (config, encoder))
+    _refuse_unknown(f"create_model({preset!r})", overrides, dict.fromkeys((*model_fields, *encoder_fields, *options, "context_length")))
     if context_length is not None:
         overrides |= _branches_of(preset, config, context_length, overrides)
     # where the model and its encoder have a field of the same name, the model's takes precedence
-    if within := {name: value for name, value in overrides.items() if name in inner and name not in outer}:
-        overrides["encoder"] = replaced(overrides.get("encoder", encoder), within)
-    config = replaced(config, {name: value for name, value in overrides.items() if name in outer})
+    if encoder_changes := {name: value for name, value in overrides.items() if name in encoder_fields and name not in model_fields}:
+        overrides["encoder"] = replaced(overrides.get("encoder", encoder), encoder_changes)
+    config = replaced(config, {name: value for name, value in overrides.items() if name in model_fields})
     return config, {name: value for name, value in overrides.items() if name in options}
 
 

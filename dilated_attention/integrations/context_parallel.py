@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class _Call:
-    """A forward under way whose batch is cut: N, the bounds of its documents, and what the layers did."""
+    """A forward under way whose batch is cut: N, the bounds of its documents, and whether the functions below have made masks and loss."""
 
     seq_len: int
     cu_seqlens: torch.Tensor | None
@@ -63,7 +63,7 @@ class _Call:
 class ContextParallel:
     """What ``context_parallel`` attached to a model.
 
-    Args:
+    Attributes:
         size, rank: W and this process's rank in its group.
         group: the ProcessGroup; None for one process.
         layout: of the rows; ``unshard_sequence(handle.group, [logits], [1], layout=handle.layout)`` makes logits whole.
@@ -81,6 +81,7 @@ class ContextParallel:
         self.timeout, self.whole_logits = timeout, False
         self.undo = undo
         self._call: _Call | None = None
+        # hooks that are entered: of the outer model, and of the base within it
         self._depth = 0
         self._outer = model
         given = {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None}
@@ -160,7 +161,7 @@ class ContextParallel:
 
     def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if module is self._outer:
-            # not within itself: after an interrupt, for which torch calls no hooks, a call begins anew
+            # a model is not called within itself: what an interrupted call left, for which torch calls no hooks, is forgotten
             self._depth, self._call = 0, None
             self._switch(self.name)
         self._depth += 1
@@ -181,9 +182,12 @@ class ContextParallel:
         mine = shard_inputs(
             {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}, group=self._place, layout=self.layout
         )
-        bounds, _ = (mine.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+        # for the masks: by its own packing the model would cut this process's rows
+        bounds = mine.pop("cu_seq_lens_q", None)
+        mine.pop("cu_seq_lens_k", None)
         if "attention_mask" not in given or bool(given["attention_mask"].all()):
-            # kernels without padding are faster; jumps of the layout are no documents: the masks of these calls know the bounds
+            # shard_inputs adds one lest jumps of positions be taken for documents; the masks of these calls know the documents, and
+            # kernels without padding are faster
             mine.pop("attention_mask", None)
         self._call = _Call(sequence_of(given).shape[1], bounds)
         # keys of a part are no cache
@@ -212,6 +216,7 @@ class ContextParallel:
         if self.group is not None:
             loss = values["loss"].detach().clone()
             dist.all_reduce(loss, group=self.group)
+            # its value and gradient as the top of this file has them
             values["loss"] = loss + self.size * (values["loss"] - values["loss"].detach())
         if library == "trl":
             if self.size > 1:
@@ -291,6 +296,7 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
         raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
     # transformers 5.24 calls past_key_values cache
     for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
+        # 0 and False ask for nothing; a cache or indices are no int
         if not isinstance(given.get(name, False), int) or given.get(name):
             raise ValueError(f"{name} is given with labels; expected none where processes share a sequence")
     if given.get("return_dict") is False:
@@ -307,11 +313,12 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
 
 
 def _checksum(x: torch.Tensor) -> int:
-    """A number that differs, but for one case in very many, where the values or their order do."""
+    """A number that differs, but for one case in very many, where the values or, of integers, their order do."""
     flat = x.detach().reshape(-1)
     if x.is_floating_point():
         # embeddings are large: no copy of them in a wider type
         return int(flat.sum(dtype=torch.float64).view(torch.int64))
+    # even factors would hide a change of the highest bit
     return int(((flat.to(torch.int64) + 1) * torch.arange(1, 2 * flat.numel() + 1, 2, device=x.device)).sum())
 
 
@@ -386,5 +393,6 @@ def context_parallel(
         share_batches(accelerator, handle.group, undo)
         if trainer is not None:
             adapt_trainer(trainer, handle, undo)
+        # until here an error undoes everything
         handle.undo = undo.pop_all()
     return handle

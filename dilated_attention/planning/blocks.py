@@ -14,9 +14,12 @@ from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
 
 # the most blocks that are listed to count pairs, and to size lists; counts of longer sequences come from a sample
 MOST_BLOCKS, MOST_FOR_SIZE = 2**18, 2**13
-# of a function of pairs, the most blocks of which every pair is asked about; in a sample the most blocks of a mean row and of one that
-# keeps all (a global one), the most blocks, rows of blocks, and queries of a row
-_MOST_ASKED, _MOST_OF_A_ROW, _MOST_COLUMNS, _SAMPLED_BLOCKS, _SAMPLED_ROWS, _SAMPLED_QUERIES = 2**10, 2**13, 2**15, 2**15, 16, 4
+# the most blocks of a function of pairs all of whose pairs are asked about
+_MOST_ASKED = 2**10
+# a sample is taken where a mean row keeps at most so many blocks, and one that keeps all (a global one) has at most so many
+_MOST_OF_A_ROW, _MOST_COLUMNS = 2**13, 2**15
+# of a sample, the most blocks, rows of blocks, and queries of a row
+_SAMPLED_BLOCKS, _SAMPLED_ROWS, _SAMPLED_QUERIES = 2**15, 16, 4
 # multiples of it, without their whole parts, fill [0, 1) evenly
 _GOLDEN = 0.618034
 
@@ -40,8 +43,8 @@ class BlockCounts:
 
 @functools.lru_cache(maxsize=512)
 def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int) -> BlockCounts:
-    """Returns the counts of ``pattern``, from a sample of its rows if it has more than ``most`` blocks. Where rows are too long for that,
-    those of a shorter sequence grow as the number of blocks that the pattern itself states."""
+    """Returns the counts of ``pattern``, from a sample of its rows if it has more than ``most`` blocks (a function of pairs: more than
+    1,024). Where a row is too long to be looked at, the counts are a shorter sequence's, grown as ``num_blocks``."""
     blocks = num_blocks(pattern, num_positions, num_heads)
     if blocks <= (min(most, _MOST_ASKED) if _asks_pairs(pattern) else most):
         lists = block_lists(pattern, num_positions, num_heads, is_causal=is_causal, device="cpu")
@@ -67,7 +70,7 @@ def num_blocks(pattern: BlockPattern, num_positions: int, num_heads: int) -> flo
 
 def _blocks_of_row(pattern: BlockPattern, num_positions: int) -> float:
     grid = pattern.grid(num_positions)
-    # a density's own ``cost`` would build the pattern for this length by looking at all its rows
+    # a ``Sparsity``'s own ``cost`` would build the pattern for this length by looking at all its rows
     return max(1.0, pattern.ratio * grid.num_columns if isinstance(pattern, Sparsity) else pattern.cost(grid))
 
 
@@ -83,47 +86,51 @@ def _asks_pairs(pattern: BlockPattern) -> bool:
 def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool) -> BlockCounts:
     """Counts of the first row of blocks, which may hold global tokens, and of some others all over the sequence, by some of their queries.
     Of a function of pairs a block counts as kept if any of these queries keeps a key of it, and as kept whole if all keep every key."""
-    whole, heads = pattern.resolved(num_positions, num_heads, is_causal)
-    groups, asks, q_block, k_block = len(heads), _asks_pairs(pattern), whole.q_block, whole.k_block
-    num_rows = whole.grid(num_positions).num_rows
-    if not (asks or isinstance(whole, Intersection | PerHead | Union)):
+    resolved, heads = pattern.resolved(num_positions, num_heads, is_causal)
+    groups, asks, q_block, k_block = len(heads), _asks_pairs(pattern), resolved.q_block, resolved.k_block
+    num_rows = resolved.grid(num_positions).num_rows
+    if not (asks or isinstance(resolved, Intersection | PerHead | Union)):
         # heads that draw their blocks keep equally many
         heads = heads[:1]
     generator = torch.Generator().manual_seed(0)
     # pairs of rows: where the first lies early in its part of the sequence, the second lies as late in its own, so that rows of a causal
     # pattern, which grow with their position, count right however few they are
     count = 2 * max(1, min(_SAMPLED_ROWS, int(_SAMPLED_BLOCKS / _blocks_of_row(pattern, num_positions) / len(heads))) // 2)
-    # at another place in each part: equal distances would meet one phase of what repeats itself
-    early = [(0.3 + i // 2 * _GOLDEN) % 1 for i in range(count)]
-    places = [i + (1 - x if i % 2 else x) for i, x in enumerate(early)]
-    rows = {1 + int(place / count * (num_rows - 1)): (num_rows - 1) / count for place in places} | {0: 1.0}
+    if num_rows - 1 <= 2 * count:
+        # two of these places could be in one row
+        rows = [(row, 1.0) for row in range(num_rows)]
+    else:
+        # at another place in each part: equal distances would meet one phase of what repeats itself
+        early = [(0.3 + i // 2 * _GOLDEN) % 1 for i in range(count)]
+        sampled_places = [i + (1 - x if i % 2 else x) for i, x in enumerate(early)]
+        rows = [(0, 1.0), *((1 + int(place / count * (num_rows - 1)), (num_rows - 1) / count) for place in sampled_places)]
     totals = torch.zeros(3, dtype=torch.float64)
-    for row, weight in rows.items():
-        grid, of_row = whole.grid(num_positions, (row, row + 1)), min(q_block, num_positions - row * q_block)
+    for row, weight in rows:
+        grid, of_row = resolved.grid(num_positions, (row, row + 1)), min(q_block, num_positions - row * q_block)
         queries = row * q_block + torch.randint(of_row, (_SAMPLED_QUERIES, 1), generator=generator)
-        group, _, column = whole.columns(grid, heads)
+        group, _, column = resolved.columns(grid, heads)
         head, size_of_block = head_of(group, heads), (num_positions - column * k_block).clamp(max=k_block) * _SAMPLED_QUERIES
         # whole blocks need no look at their pairs
-        state = torch.full_like(column, PARTIAL) if asks else whole.classify(grid, head, torch.full_like(column, row), column)[0]
+        state = torch.full_like(column, PARTIAL) if asks else resolved.classify(grid, head, torch.full_like(column, row), column)[0]
         pairs_of_block, partial = size_of_block * (state == FULL), (state == PARTIAL).nonzero()[:, 0]
         keys = column[partial, None, None] * k_block + torch.arange(k_block)
-        is_kept = whole.allowed(queries, keys, head[partial, None, None], num_positions) & (keys < num_positions)
+        is_kept = resolved.allowed(queries, keys, head[partial, None, None], num_positions) & (keys < num_positions)
         pairs_of_block[partial] = is_kept.broadcast_to(len(partial), _SAMPLED_QUERIES, k_block).sum((1, 2))
         if asks:
             state = state_of(pairs_of_block > 0, pairs_of_block == size_of_block)
         sampled = pairs_of_block.sum().double() * of_row / _SAMPLED_QUERIES, (state > 0).sum(), (state == PARTIAL).sum()
         totals += weight * torch.stack(sampled)
-    pairs, entries, masked = (int(x) for x in (totals * groups / len(heads)).tolist())
+    pairs, entries, num_partial = (int(x) for x in (totals * groups / len(heads)).tolist())
     kind = "none"
-    if masked and asks:
+    if num_partial and asks:
         # a short sequence, whose pairs are all asked about
         kind = kept_blocks(pattern, min(num_positions, 16 * q_block), num_heads, is_causal=is_causal).mask_kind
-    elif masked:
-        kind = kept_blocks(whole, num_positions, num_heads, first_query=num_rows // 2 * q_block, num_queries=q_block).mask_kind
+    elif num_partial:
+        kind = kept_blocks(resolved, num_positions, num_heads, first_query=num_rows // 2 * q_block, num_queries=q_block).mask_kind
     # row starts and columns; the number of each block's mask; masks, of which those of a function may all differ; intervals
-    lists = 4 * groups * num_rows + 4 * entries * (1 + (masked > 0)) + masked * q_block * k_block // 8 * asks
-    shared = num_heads // groups
+    lists = 4 * groups * num_rows + 4 * entries * (1 + (num_partial > 0)) + num_partial * q_block * k_block // 8 * asks
+    heads_per_list = num_heads // groups
     return BlockCounts(
-        pairs=pairs * shared, entries=entries, computed=max(pairs, entries * q_block * k_block) * shared,
+        pairs=pairs * heads_per_list, entries=entries, computed=max(pairs, entries * q_block * k_block) * heads_per_list,
         list_bytes=lists + (8 * num_positions if kind == "interval" else 0), mask_kind=kind, is_exact=False,
     )  # fmt: skip

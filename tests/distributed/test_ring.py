@@ -290,7 +290,7 @@ def test_steps_of_heads_that_need_the_same_rows_share_what_is_made(num_kv_heads:
 def by_single_heads(rank: int, world: int, spreads: Sequence[Spread]) -> list[list[Result]]:
     """The calls where no memory holds the keys of two heads."""
     setup._setups.clear()
-    with mock.patch.object(setup, "SHARE", 1e-12):
+    with mock.patch.object(setup, "MEMORY_SHARE", 1e-12):
         return ring_cases.run(rank, world, spreads)
 
 

@@ -5,6 +5,7 @@ Any case with sinks and with caps, in any form, by any backend: tests/engine/tes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ import dilated_attention as da
 from dilated_attention.backends import registry
 from dilated_attention.engine import sinks as engine_sinks
 from dilated_attention.pattern import GlobalLocal
+from tests.helpers.machine import ON_CPU
 
 sinks_triton = pytest.importorskip("dilated_attention.engine.sinks_triton")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, H, D = 70, 4, 8
 BLOCKS = GlobalLocal(20, 4, block_size=64)
 Tensors = tuple[torch.Tensor, ...]
@@ -71,6 +74,18 @@ def test_sinks_of_half_precision_and_under_autocast(dtype: torch.dtype) -> None:
     assert out.dtype is dtype and torch.equal(out, da.attention(*qkv, sinks=sinks))
     (grad,) = torch.autograd.grad(out.float().sum(), sinks)
     assert grad.dtype is torch.float32 and bool(grad.any())
+
+
+@pytest.mark.skipif(ON_CPU and os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels")
+@pytest.mark.no_poison
+def test_heads_of_a_gradient_that_lie_far_apart() -> None:
+    """The third head begins at 2³¹ elements, of memory that is hardly touched."""
+    out, lse = torch.randn(1, 4, 3, 16, device=DEVICE), torch.zeros(1, 3, 4, device=DEVICE)
+    far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided(out.shape, (64, 16, 2**30, 1))
+    near = out.sin().bfloat16()
+    far.copy_(near)
+    found, truth = (sinks_triton.sinks_gradient(x, None, out, lse, torch.zeros(3, device=DEVICE)) for x in (far, near))
+    assert torch.equal(found, truth)
 
 
 CORES: dict[str, Callable[..., Any]] = {

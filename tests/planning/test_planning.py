@@ -344,6 +344,14 @@ def test_a_density_has_its_pairs_at_lengths_of_which_few_rows_are_looked_at(is_c
     assert found.pairs == pytest.approx(0.1 * heads * n * n / (2 if is_causal else 1), rel=0.01)
 
 
+@pytest.mark.parametrize("num_positions", [700, 1024, 2048, 4096, 8192])
+def test_pairs_of_a_function_of_which_rows_are_sampled(num_positions: int) -> None:
+    pattern, heads = MaskFunction(lambda batch, head, query, key: key <= query), 32
+    counts = block_counts.__wrapped__(pattern, num_positions, heads, False, 0)
+    assert not counts.is_exact
+    assert counts.pairs == pytest.approx(heads * num_positions * (num_positions + 1) / 2, rel=0.08)
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(

@@ -18,6 +18,7 @@ from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 # roughly the number of programs that a GPU runs at a time; it only determines which lists count as long
 _PROGRAMS = 128
+# see ``lists.Form.masks``
 _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
@@ -61,15 +62,18 @@ class TritonBlocksBackend(Backend):
             q, k, v: (B, Nq, H, D), (B, Nk, K, D) twice; float16, bfloat16 or float32, D ≤ 256, any strides with the last one 1.
 
         Returns:
-            out (B, Nq, H, D) in q's dtype and lse (B, H, Nq) float32, dense; 0 and −inf in a row without keys.
+            out (B, Nq, H, D) in q's dtype and lse (B, H, Nq) float32, contiguous; 0 and −inf in a row without keys.
         """
         from dilated_attention.backends.tiles.forward import forward_kernel
 
         call = _Call(q, k, v, keys, options)
         out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), new_lse(q)
-        tensors = q, k, v, out, lse, out, lse, lse, lse, call.padding, lse, lse, lse, lse
+        # in place of the lse of parts, tables, words of dropout and a bias
+        unread = lse
+        tensors = q, k, v, out, lse, out, unread, unread, unread, call.padding, unread, unread, unread, unread
         strides = *_strides(q, k, v, out), call.padding.stride(0), 0
         scale = max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E
+        # direct, left, right, scale, threshold, keep_scale
         numbers = *call.sizes, 0, 0, 0, scale, 0, 1.0
         call.launch("forward", forward_kernel, tensors, (*strides, *numbers), ZERO_KEYS=False)
         return out, lse
@@ -85,7 +89,7 @@ class TritonBlocksBackend(Backend):
             lse, dlse: (B, H, Nq) of any strides; rows whose lse is not finite take no part.
 
         Returns:
-            dq, dk, dv, dense, in q's dtype; summed in float32.
+            dq, dk, dv, contiguous, in q's dtype; summed in float32.
         """
         from dilated_attention.backends.tiles.backward import key_kernel, query_kernel
 
@@ -98,12 +102,15 @@ class TritonBlocksBackend(Backend):
         pad, numbers = call.padding.stride(0), (0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0)
         of_dlse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
         B, H, _, group, *rows = call.sizes
-        tensors = q, k, v, out, lse, dout, lse if dlse is None else dlse, stats, dq, dq, lse, lse, call.padding, lse, lse, lse, lse
+        unread = lse
+        of_rows = q, k, v, out, lse, dout, unread if dlse is None else dlse, stats, dq, dq
+        tensors = *of_rows, unread, unread, call.padding, unread, unread, unread, unread
         strides = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0
         call.launch(
             "query", query_kernel, tensors, (*strides, *call.sizes, q.shape[1], *numbers), OWN=False, DLSE=dlse is not None
         )  # fmt: skip
-        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, lse, lse, call.padding, lse, lse
+        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, call.padding, unread, unread
+        # batches, heads, key heads and heads of offsets
         of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
         call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
         return dq, dk, dv
@@ -175,20 +182,22 @@ class _Call:
 
         lists, (B, H, _, group, *_) = self.lists, self.sizes
         starts, others, masks = lists.row_starts, lists.columns, lists.masks
-        blocks, visited, num_lists, heads, order = (lists.q_block, lists.k_block), lists.num_keys, lists.num_rows, H, row_order(lists)
         if which == "key":
             starts, others, masks = lists.by_column
-            blocks, visited, num_lists, heads = blocks[::-1], lists.num_queries, lists.num_columns, H // group
+            blocks, visited, num_lists, heads = (lists.k_block, lists.q_block), lists.num_queries, lists.num_columns, H // group
             order = column_order(lists, group)
+        else:
+            blocks, visited, num_lists, heads = (lists.q_block, lists.k_block), lists.num_keys, lists.num_rows, H
+            order = row_order(lists)
         size = _sizes_for(which, self.head_dim, self.dtype, blocks[0], self.device)
         programs = num_lists * (blocks[0] // size.rows) * B * heads
         if not programs:
             return
         low, high = lists.interval or (starts, starts)
-        batch, head = int(lists.num_batch > 1), int(lists.num_heads > 1)
-        of_order = heads if head else 1
+        # steps from group to group of the lists; 0 where all have the same
+        batch_step, head_step = int(lists.num_batch > 1), int(lists.num_heads > 1)
         arrays = starts, others, starts if masks is None else masks, lists.bits, low, high, order.places, order.heavy
-        data = Lists(*arrays, num_lists, batch * lists.num_heads, head, batch * of_order, head)
+        data = Lists(*arrays, num_lists, batch_step * lists.num_heads, head_step, batch_step * (heads if head_step else 1), head_step)
         D0, D1 = head_blocks(self.head_dim)
         with on_device(self.device):
             kernel[(programs,)](

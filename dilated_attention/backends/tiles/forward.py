@@ -29,25 +29,25 @@ from dilated_attention.backends.tiles.rows import (
 
 @triton.jit
 def _step(
-    a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
-    padding_ptr, pad_first, words_ptr, word_step, word_steps, word_a, word_c, threshold, scale, bias, lists, entry, i0, num_queries,
+    a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_offsets, v_offsets, k_step, v_step, count, left, right,
+    padding_ptr, pad_first, words_ptr, rate, word_steps, word_a, word_c, threshold, scale, bias, lists, entry, i0, num_queries,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Processes keys [a, a + BLOCK) of the segment; MASKED: some row does not see all of them."""
+    """Processes keys [a, a + BLOCK) of the segment; MASKED: some row does not see all of them, with FORM: some lie behind the last key."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
     CHECK: tl.constexpr = MASKED or PADDING or FORM is not None
     k_at, v_at = k_base + a * k_step, v_base + a * v_step
-    k0 = load_rows(k_at, k_steps, valid, 0, D0, D, MASKED)
+    k0 = load_rows(k_at, k_offsets, valid, 0, D0, D, MASKED)
     k1 = k0
     if D1 > 0:
-        k1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED)
+        k1 = load_rows(k_at, k_offsets, valid, D0, D1, D, MASKED)
     x = product(q0, q1, k0, k1, D1, PRECISION)
     factor = scale
     if BIAS:
-        places, rate, q_x, q_y, slope = bias
+        places, _, q_x, q_y, slope = bias
         k_x, k_y = load_places(places, j * rate, valid, MASKED)
         x = x * scale - slope * distances(q_x, q_y, k_x, k_y)
         factor = 1.0
@@ -66,14 +66,14 @@ def _step(
     alpha = tl.exp2(m - shift)
     total = total * alpha + tl.sum(p, 1)
     if DROPOUT:
-        word_at = words_ptr + word_step.to(tl.int64) * a + word_steps
+        word_at = words_ptr + rate.to(tl.int64) * a + word_steps
         word_b = tl.load(word_at, mask=valid, other=0) if MASKED else tl.load(word_at)
         p = drop(p, kept(word_a[:, None], word_c[:, None], word_b[None, :], threshold), scale)
-    v0 = load_rows(v_at, v_steps, valid, 0, D0, D, MASKED)
+    v0 = load_rows(v_at, v_offsets, valid, 0, D0, D, MASKED)
     p = p.to(v0.dtype)
     acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision=PRECISION)
     if D1 > 0:
-        v1 = load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
+        v1 = load_rows(v_at, v_offsets, valid, D0, D1, D, MASKED)
         acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=PRECISION)
     return highest, total, acc0, acc1
 
@@ -92,7 +92,7 @@ def forward_kernel(
     if FORM is None:
         head = pid % num_heads
         batch = (pid // num_heads % num_batches).to(tl.int64)
-        branch, rate, first, count, low, high, tile, place, places, _ = read_segment(
+        branch, rate, first, count, low, high, tile, place, num_places, _ = read_segment(
             rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
@@ -109,15 +109,16 @@ def forward_kernel(
         kv_head = (head // group).to(tl.int64)
         k_base = k_ptr + batch * k_b + kv_head * k_h + first.to(tl.int64) * k_n
         v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
-        q_steps = local.to(tl.int64) * q_step
-        q0 = load_rows(q_base, q_steps, inside, 0, D0, D, True)
+        q_offsets = local.to(tl.int64) * q_step
+        q0 = load_rows(q_base, q_offsets, inside, 0, D0, D, True)
         q1 = q0
         if D1 > 0:
-            q1 = load_rows(q_base, q_steps, inside, D0, D1, D, True)
+            q1 = load_rows(q_base, q_offsets, inside, D0, D1, D, True)
         if FORM is not None and FORM.negative:
+            # a row's highest score is that of its products only for scales that are not negative
             q0, q1 = -q0, -q1
         block = tl.arange(0, BLOCK).to(tl.int64)
-        k_steps, v_steps = block * k_step, block * v_step
+        k_offsets, v_offsets = block * k_step, block * v_step
         pad_base, words_base = padding_ptr, words_b_ptr
         word_a, word_c, pad_first = local, local, first
         word_steps = tl.arange(0, BLOCK) * rate
@@ -141,26 +142,27 @@ def forward_kernel(
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
         if FORM is None:
-            parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
+            key_ends = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
         else:
             SUBS: tl.constexpr = FORM.visited_block // BLOCK
             start, end, block_column = list_steps(lists, batch, head, block_row, SUBS)
-            parts = (start, start, end)
-        for part in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):
-            for step in tl.range(parts[part], parts[part + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
+            # one range, the second: lists say for each block which of its pairs count
+            key_ends = (start, start, end)
+        for index in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):
+            for step in tl.range(key_ends[index], key_ends[index + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
                 a = step
                 if FORM is not None:
                     a = block_column * FORM.visited_block + step % SUBS * BLOCK
                     block_column = next_block(lists, step, end, SUBS)
                 m, total, acc0, acc1 = _step(
-                    a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_steps, v_steps, k_step, v_step, count, left, right,
+                    a, q0, q1, i, m, total, acc0, acc1, k_base, v_base, k_offsets, v_offsets, k_step, v_step, count, left, right,
                     pad_base, pad_first, words_base, rate, word_steps, word_a, word_c, threshold, scale,
                     bias, lists, step // SUBS if FORM is not None else 0, i0, num_queries,
-                    D, D0, D1, BLOCK, part != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM, BIAS,
+                    D, D0, D1, BLOCK, index != 1 if FORM is None else not FORM.even, LEFT, RIGHT, PADDING, DROPOUT, PRECISION, FORM, BIAS,
                 )  # fmt: skip
         if ZERO_KEYS:
             # keys of score 0 and value 0
-            zeros = (places - count).to(tl.float32)
+            zeros = (num_places - count).to(tl.float32)
             higher = tl.where(zeros > 0, tl.maximum(m, 0.0), m)
             alpha = tl.where(higher == -float("inf"), 0.0, tl.exp2(m - tl.where(higher == -float("inf"), 0.0, higher)))
             total = total * alpha + tl.where(zeros > 0, zeros * tl.exp2(-higher), 0.0)

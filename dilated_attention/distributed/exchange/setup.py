@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,12 +39,12 @@ from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
 from dilated_attention.validation import check_bool, check_counts
 
-# the last two run as "auto"
+# "ring" and "2d" run as "auto"
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
-# of an H200, and of NCCL between four (docs/ring.md): FLOP/s of a half-precision forward, bytes/s received
-FLOPS, WIRE = 600e12, 300e9
+# of an H200, and of NCCL between four (docs/ring.md): a half-precision forward, and what is received
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 600e12, 300e9
 # of a device's memory, the fraction that the keys of two steps may take
-SHARE = 0.25
+MEMORY_SHARE = 0.25
 # keys arrive in steps of heads where they take longer than this fraction of the arithmetic: at most so many, of so many bytes. Each must
 # have as many seconds of arithmetic as the host takes to issue it: 0.3 ms, and 0.7 ms with lists of blocks
 STEP_SHARE, MOST_STEPS, STEP_BYTES = 0.06, 4, 16 * 2**20
@@ -56,16 +57,17 @@ def head_steps(kind: str, kv_heads: int, brought: float, held: float, seconds: f
     """Returns the number of key/value heads of each step. All ranks must come to the same answer.
 
     Args:
+        kind: of ``HOST_SECONDS``; others take steps for their memory alone.
         brought, held: bytes of all heads' keys that a rank receives, and that it has in memory, with gradients in training.
         seconds: of a rank's arithmetic in a forward.
         memory: bytes of a device.
         forced: the number of steps; 0 for any.
     """
     count = 1
-    if kind in HOST_SECONDS and brought / WIRE > STEP_SHARE * seconds:
+    if kind in HOST_SECONDS and brought / BYTES_PER_SECOND > STEP_SHARE * seconds:
         count = max(1, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
-    limit = max(1.0, SHARE * memory)
-    return even_steps(kv_heads, forced or max(count, -int(-2 * held // limit) if held > limit else 1))
+    limit = max(1.0, MEMORY_SHARE * memory)
+    return even_steps(kv_heads, forced or max(count, math.ceil(2 * held / limit) if held > limit else 1))
 
 
 def even_steps(heads: int, steps: int) -> tuple[int, ...]:
@@ -85,7 +87,7 @@ def dense_steps(
 ) -> tuple[int, ...]:  # fmt: skip
     """Returns the steps of a dense call."""
     keys = 2 * seq_len * batch * num_kv_heads * head_dim * itemsize
-    seconds = 4 * seq_len**2 / (2 if is_causal else 1) / size * num_heads * head_dim * batch / FLOPS
+    seconds = 4 * seq_len**2 / (2 if is_causal else 1) / size * num_heads * head_dim * batch / FLOPS_PER_SECOND
     return head_steps("dense", num_kv_heads, keys * (size - 1) / size, keys * (1 + needs_grad), seconds, memory)
 
 
@@ -102,7 +104,7 @@ def block_steps(
     """Returns the steps of a call of a block pattern, with or without branches. ``sizes``: batch, head dim and bytes of an element."""
     batch, head_dim, itemsize = sizes
     kv_heads, ranks = ring_problem.num_kv_heads, range(ring_problem.size)
-    # of a row; where heads differ, a row is that of some head
+    # of a position, all heads; where heads differ, counts of positions are means over them
     row = 2 * batch * head_dim * itemsize * kv_heads
     needed = [needed_blocks(ring_problem, needs, rank, (0, kv_heads), branches) for rank in ranks]
     brought = max(x.count([(0, ring_problem.seq_len)]) / x.heads for x in needed)
@@ -113,7 +115,7 @@ def block_steps(
         whole = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
         pairs += whole / ring_problem.size
     return head_steps(
-        "blocks", kv_heads, brought * row, held * row * (1 + needs_grad), 4 * batch * head_dim * pairs / FLOPS, memory, forced
+        "blocks", kv_heads, brought * row, held * row * (1 + needs_grad), 4 * batch * head_dim * pairs / FLOPS_PER_SECOND, memory, forced
     )
 
 
@@ -202,15 +204,15 @@ def make_sharding_plan(
     """Returns the sharding plan of ``exchange`` ``"all_gather"`` or ``"all_to_all"``."""
 
     def holdings(layout: str, by_heads: bool) -> tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]:
-        queries, keys, group = [], [], num_heads // num_kv_heads
+        queries, keys, heads_per_kv_head = [], [], num_heads // num_kv_heads
         for rank in range(size):
             rows = ((0, seq_len, 1),) if by_heads else spans(seq_len, rank, size, layout)
             if layout != "striped":
-                # neighbours as one
+                # adjacent ranges become one
                 rows = tuple((start, stop, 1) for start, stop in joined((start, stop) for start, stop, _ in rows))
             first, last = (num_heads // size * rank, num_heads // size * (rank + 1)) if by_heads else (0, num_heads)
             queries.append(ShardSpec(rows, (first, last)))
-            keys.append(ShardSpec(rows, (first // group, -(-last // group))))
+            keys.append(ShardSpec(rows, (first // heads_per_kv_head, -(-last // heads_per_kv_head))))
         return tuple(queries), tuple(keys)
 
     by_heads = exchange == "all_to_all"
@@ -227,7 +229,8 @@ class RingSetup:
     Args:
         nbytes: bytes of its tables and lists.
         exchanges: whether any rank sends anything; alike on all ranks.
-        layers: of what a pass computes (``Work``).
+        steps: of the exchange, each of some key/value heads.
+        layers: what a pass computes, see ``Work``.
         sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
         digest: see ``NeededBlocks``.
     """
@@ -258,6 +261,7 @@ def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
 def check_branches(settings: CallSettings, tensors: Tensors, num_keys: int, *, has_padding: bool) -> None:
     """Raises BackendUnavailable if this rank has no kernels for some pass of dilated or dense attention."""
     for is_backward in (False, True) if settings.needs_grad else (False,):
+        # dout is like q
         views = (*tensors, tensors[0]) if is_backward else tensors
         make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys)
 
@@ -266,6 +270,7 @@ def make_setup(
     members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
 ) -> RingSetup:
     """Makes the setup of calls like this one; raises BackendUnavailable if this rank has no kernels for blocks of some pass."""
+    # who holds what: of each rank its rows and heads while it computes
     q, k, _ = tensors
     me, size, device, num_heads = members.rank, members.size, k.device, q.shape[2]
     blocks, pattern = pattern_from_spec(settings.blocks) if settings.blocks else None, settings.pattern if settings.branches else None
@@ -274,78 +279,84 @@ def make_setup(
     sharding = make_sharding_plan(ring.seq_len, size, ring.layout, exchange, num_heads, k.shape[2], settings.is_causal)
     queries, keys = (sides[me] for sides in sharding.used)
     first, last = queries.heads
-    # of the shapes while they compute, without memory
-    q = q.new_empty((1, 1, 1, 1)).expand(q.shape[0], queries.rows, last - first, q.shape[3])
-    k = k.new_empty((1, 1, 1, 1)).expand(k.shape[0], keys.rows, keys.heads[1] - keys.heads[0], k.shape[3])
-    B, _, kv_heads, D = k.shape
-    # nothing here holds the group: the setup outlives groups, and another group may get the same name
-    ranks, place = ((me,), 0) if sharding.by_heads else (range(size), me)
+    (B, _, _, D), kv_heads = k.shape, keys.heads[1] - keys.heads[0]
+    # like this rank's queries while it computes; it takes no memory
+    q_like = q.new_empty((1, 1, 1, 1)).expand(B, queries.rows, last - first, D)
+    # a rank that computes some heads of all positions is alone with them. Nothing here holds the group: the setup outlives groups, and
+    # another group may get the same name
+    ranks, own_index = ((me,), 0) if sharding.by_heads else (range(size), me)
     shards = tuple(sharding.ranges(rank) for rank in ranks)
-    common: dict[str, Any] = {"documents": documents, "shards": shards, "num_heads": q.shape[2], "num_kv_heads": kv_heads}
+    common: dict[str, Any] = {"documents": documents, "shards": shards, "num_heads": last - first, "num_kv_heads": kv_heads}
     problem: RingProblem | None = None
     if pattern is not None:
         pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
         problem = RingProblem(pattern, is_causal=settings.is_causal, window=settings.window_sides, **common)
+    # which keys a rank needs, on which it computes, and how many heads a step brings
     layers, query_rows = list[Layer](), None
     sparse: tuple[int, tuple[int, ...]] | None = None
-    memory, row = device_memory(device), 2 * B * D * k.element_size()
+    device_bytes, row_bytes = device_memory(device), 2 * B * D * k.element_size()
     # heads that run different branches are not divided
     may_divide = len(ranks) > 1 and (pattern is None or pattern.branch_heads == "all")
     steps_of_heads: tuple[int, ...] = (kv_heads,)
-    same_rows = pattern is None or heads_alike(pattern, q.shape[2])
+    same_rows = pattern is None or heads_alike(pattern, last - first)
     if blocks is not None:
-        listed = RingBlockProblem(blocks, is_causal=settings.is_causal, **common)
-        needs = needs_of(listed, device)
-        needed_of: Callable[..., Needed] = functools.partial(needed_blocks, listed, needs, branches=problem)
-        span = memory_of(listed, needs, place, problem)
-        documents_held = held_documents(listed, place, span, settings, device)
+        block_problem = RingBlockProblem(blocks, is_causal=settings.is_causal, **common)
+        needs = needs_of(block_problem, device)
+        needed_of: Callable[..., Needed] = functools.partial(needed_blocks, block_problem, needs, branches=problem)
+        span = memory_of(block_problem, needs, own_index, problem)
+        documents_held = held_documents(block_problem, own_index, span, settings, device)
         same_rows = same_rows and needs.kept.shape[1] == 1
         if may_divide:
             sizes = B, D, k.element_size()
             training, forced = settings.needs_grad, ring.head_steps
-            steps_of_heads = block_steps(listed, needs, sizes, memory, problem, needs_grad=training, forced=forced)
+            steps_of_heads = block_steps(block_problem, needs, sizes, device_bytes, problem, needs_grad=training, forced=forced)
     else:
         assert problem is not None and pattern is not None
         documents_held = []
         # masks and dropout are by position, and detached mixing needs the outputs of all branches
         plain = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
-        crossing = crossing_of(problem, row * kv_heads) if plain and len(ranks) > 1 else None
+        crossing = crossing_of(problem, row_bytes * kv_heads) if plain and len(ranks) > 1 else None
         if crossing is not None:
-            own = home_parts(problem, crossing.home, settings, place, first)
-            layers, problem = [Layer(StepParts((own,), q), is_home=True)], crossing.problem
-            query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q.shape[1], device), (crossing.step, crossing.kv_offsets)
-            q = q[:, :: crossing.step]
-        needed_of, span = functools.partial(needed_keys, problem), key_span(problem, place)
+            home = home_parts(problem, crossing.home, settings, own_index, first)
+            layers, problem = [Layer(StepParts((home,), q_like), is_home=True)], crossing.problem
+            query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q_like.shape[1], device), (crossing.step, crossing.kv_offsets)
+            q_like = q_like[:, :: crossing.step]
+        needed_of, span = functools.partial(needed_keys, problem), key_span(problem, own_index)
         if may_divide and is_dense:
             steps_of_heads = dense_steps(
                 ring.seq_len, size, batch=B, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=D, itemsize=k.element_size(),
-                is_causal=settings.is_causal, needs_grad=settings.needs_grad, memory=memory,
+                is_causal=settings.is_causal, needs_grad=settings.needs_grad, memory=device_bytes,
             )  # fmt: skip
         elif may_divide:
-            steps_of_heads = head_steps("dilated", kv_heads, 0, problem.seq_len * row * kv_heads * (1 + settings.needs_grad), 0, memory)
+            steps_of_heads = head_steps(
+                "dilated", kv_heads, 0, problem.seq_len * row_bytes * kv_heads * (1 + settings.needs_grad), 0, device_bytes
+            )
+    # what each step brings, and what is computed on it
     steps, branch_parts, listed_parts, exchanges = list[Step](), list[tuple[Part, ...]](), list[tuple[BlockPart, ...]](), False
-    for index, some in enumerate(heads_of(steps_of_heads)):
-        needed = functools.cache(functools.partial(needed_of, kv_heads=some))
+    for index, step_heads in enumerate(heads_of(steps_of_heads)):
+        needed = functools.cache(functools.partial(needed_of, kv_heads=step_heads))
         what = f"heads {index + 1} of {len(steps_of_heads)}"
-        heads = some[0] * (last - first) // kv_heads, some[1] * (last - first) // kv_heads
+        query_heads = step_heads[0] * (last - first) // kv_heads, step_heads[1] * (last - first) // kv_heads
         if steps and same_rows and steps_of_heads[index] == steps_of_heads[0] and not settings.dropout_p:
             # the same rows of as many other heads: what is made for the first step, the plans of its parts too, serves this one
-            steps.append(replace(steps[0], what=what, kv_heads=some))
-            branch_parts.append(tuple([replace(part, heads=heads) for part in branch_parts[0]]))
-            listed_parts.append(tuple([replace(part, heads=heads) for part in listed_parts[0]]))
+            steps.append(replace(steps[0], what=what, kv_heads=step_heads))
+            branch_parts.append(tuple([replace(part, heads=query_heads) for part in branch_parts[0]]))
+            listed_parts.append(tuple([replace(part, heads=query_heads) for part in listed_parts[0]]))
             continue
         steps.append(
-            make_step(shards if problem is None else problem.shards, place, needed, some, (span.start, span.end), what, device, sparse)
+            make_step(
+                shards if problem is None else problem.shards, own_index, needed, step_heads, (span.start, span.end), what, device, sparse
+            )
         )
-        branch_parts.append(() if problem is None else parts_of(problem, settings, heads, place, span, first))
-        listed_parts.append(block_parts(documents_held, heads, device))
+        branch_parts.append(() if problem is None else parts_of(problem, settings, query_heads, own_index, span, first))
+        listed_parts.append(block_parts(documents_held, query_heads, device))
         exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
         for part in listed_parts[-1]:
             check_backends(part, steps[-1], tensors[0], tensors[1], padding is not None)
     if problem is not None:
-        layers.append(Layer(StepParts(branch_parts, q, steps), query_rows))
+        layers.append(Layer(StepParts(branch_parts, q_like, steps), query_rows))
     if blocks is not None:
-        layers.append(Layer(StepParts(listed_parts, q, steps)))
+        layers.append(Layer(StepParts(listed_parts, q_like, steps)))
     lists = {id(part.lists): part.lists.nbytes for parts in listed_parts for part in parts}
     return RingSetup(
         steps=tuple(steps),

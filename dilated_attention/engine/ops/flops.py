@@ -1,4 +1,4 @@
-"""FLOP formulas of the attention ops, for torch.utils.flop_counter; importing this registers them.
+"""FLOP formulas of the attention ops of one process, for torch.utils.flop_counter; importing this registers them.
 
 Pairs of a block pattern are counted from the lists that kernels read, so packed documents and chosen blocks are counted exactly; tensors
 without values (fake, meta) count as a single document. For dilated branches, packed documents count as one sequence.
@@ -37,14 +37,14 @@ def kept_pairs(lists: BlockLists, front: int = 0) -> int:
     if lists.masks is None:
         return int(sizes.sum())
     total = int(sizes[lists.masks < 0].sum())
-    # many blocks share a mask, and nearly all of these blocks use the whole mask
+    # each mask is evaluated once: many blocks share one, and nearly all use the whole of it
     masked = (lists.masks >= 0).nonzero()[:, 0]
     kinds, times = torch.stack((lists.masks.long(), low, high, width), 1)[masked].unique(dim=0, return_counts=True)
     rows, keys = (torch.arange(size, device=kinds.device) for size in (lists.q_block, lists.k_block))
     step = max(1, PAIRS_AT_ONCE // (lists.q_block * lists.k_block))
     for some, number in zip(kinds.split(step), times.split(step), strict=True):
-        mask, low, high, width = some.T[:, :, None, None]
-        inside = (rows[:, None] >= low) & (rows[:, None] < high) & (keys < width)
+        mask, first_row, last_row, last_key = some.T[:, :, None, None]
+        inside = (rows[:, None] >= first_row) & (rows[:, None] < last_row) & (keys < last_key)
         total += int(((unpacked(lists.bits[mask[:, 0, 0]]) & inside).sum((1, 2)) * number).sum())
     return total
 
@@ -53,13 +53,15 @@ def _branch_pairs(q: torch.Tensor, k: torch.Tensor, settings: CallSettings) -> i
     """Counts the pairs of all heads of one batch entry."""
     (_, Nq, H, _), (_, Nk, Hk, _) = q.shape, k.shape
     first = settings.query_offset
+    # a window as those kernels compute it that have none of their own
     shape = Shape(H, Hk, (first, first + Nq), (0, Nk), ((0, Nk),), settings.is_causal, settings.window_sides, WINDOW_BLOCK)
     return problems_of(settings.pattern, shape).pairs
 
 
-def _block_pairs(q: torch.Tensor, k: torch.Tensor, masks: tuple[Any, ...], settings: CallSettings) -> int:
-    """Counts the pairs of the whole batch. ``masks`` are key_padding_mask, cu_seqlens, seed and kept."""
-    cu_seqlens, kept = (None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (masks[1], masks[3]))
+def _block_pairs(given: dict[str, Any], settings: CallSettings) -> int:
+    """Counts the pairs of the whole batch."""
+    q, k = given["q"], given["k"]
+    cu_seqlens, kept = (None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (given["cu_seqlens"], given["kept"]))
     pattern = pattern_from_spec(settings.blocks)
     (B, Nq, H), Nk = q.shape[:3], k.shape[1]
     if pattern.is_chosen and kept is None:
@@ -74,12 +76,13 @@ def _block_pairs(q: torch.Tensor, k: torch.Tensor, masks: tuple[Any, ...], setti
 
 
 def _flops(per_pair: int, inputs: tuple[Any, ...], settings: CallSettings) -> int:
-    q, k, _, *masks = inputs
+    given = dict(zip(INPUTS, inputs, strict=True))
+    q, k = given["q"], given["k"]
     if not q.numel():
         return 0
     pairs = q.shape[0] * _branch_pairs(q, k, settings) if settings.branches is not None else 0
     if settings.blocks:
-        pairs += _block_pairs(q, k, tuple(masks), settings)
+        pairs += _block_pairs(given, settings)
     return per_pair * q.shape[3] * pairs
 
 
@@ -93,7 +96,7 @@ def _register(name: str) -> None:
 
     def backward(*arguments: Any, **_: Any) -> int:
         """Counts 10·D per pair: five matrix products, one of which recomputes the forward's scores."""
-        _, _, q, k, v, _, _, _, *masks = arguments[: num_inputs + 5]
+        _dout, _dlse, q, k, v, _out, _lse, _saved, *masks = arguments[: num_inputs + 5]
         return _flops(10, (q, k, v, *masks), settings_of(*arguments[num_inputs + 5 :]))
 
     formulas: list[tuple[Any, Callable[..., int]]] = [(getattr(ops, name), forward), (getattr(ops, f"{name}_backward"), backward)]

@@ -57,9 +57,10 @@ def make_plan(
     longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
     length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
     causal, window = settings.is_causal, settings.window_sides
-    # what differs from pair to pair is cut for each launch
+    # what differs from pair to pair is cut for each launch, so that the heads of one need equal offsets
     by_position = settings.dropout_p > 0 or bool(settings.bias)
     shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)
+    # such a mixture's two passes run alike, since the backward reads outputs that the forward saved
     both = settings.detached and (settings.needs_grad or is_backward)
 
     def decide() -> tuple[AttentionRequest, Options, Backend, bool]:
@@ -78,9 +79,9 @@ def make_plan(
     if is_one and shape.queries == shape.keys:
         # one answer for calls of this kind, whatever their length
         is_gpu = (q.device.type if hardware is None else hardware.device_type) == "cuda"
-        kinds = rounded(Nk) if is_gpu else 0, rounded_length(length), extent_of(tensors[:4], longest)
+        sizes = rounded(Nk) if is_gpu else 0, rounded_length(length), extent_of(tensors[:4], longest)
         state = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-        kind = settings, pattern, is_backward, has_padding, host_ms, B, H, Hk, D, q.dtype, hardware or q.device, kinds, state
+        kind = settings, pattern, is_backward, has_padding, host_ms, B, H, Hk, D, q.dtype, hardware or q.device, sizes, state
         decision = registry.cached.get(kind)
     if is_new := decision is None:
         decision = decide()
@@ -89,7 +90,7 @@ def make_plan(
     request, options, chosen, is_whole = decision
 
     can = chosen.capabilities
-    if not is_whole and (can.aligned_last or not can.native_window):
+    if not is_whole:
         shape = shape._replace(window_block=None if can.native_window else WINDOW_BLOCK, aligned_last=can.aligned_last)
     plan = Plan(
         settings=settings, pattern=pattern, shape=shape, is_backward=is_backward, size=(B, D, q.element_size()),
@@ -116,16 +117,17 @@ def make_plan(
         # self-attention over a single document: each row of a branch is in one problem, which begins with its segment
         is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not by_position
         is_fused = is_fused and fuses(request.hardware, q.dtype)
-        # backends that write into views given to them copy nothing where the call is fused
         may_be_one = not plan.is_saved and not has_padding and not by_position and pattern.num_branches == 1
-        if not (may_be_one and (_in_one_launch(plan, tensors, is_fused) or _with_bounds(plan, q.device))) and is_fused:
+        in_one_launch = may_be_one and (_take_one_launch(plan, tensors, is_fused) or _take_bounds(plan, q.device))
+        if is_fused and not in_one_launch:
             plan.runner = run_branches
     return plan
 
 
-def _in_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
-    """Puts a call that is one dense problem of all queries, keys and heads into one launch."""
+def _take_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
+    """Puts a call that is one dense problem of all queries, keys and heads into one launch; returns whether it is one."""
     can = plan.capabilities
+    # branches write into views given to them, and nothing is copied
     if is_fused and can.writes_views:
         return False
     problems = plan.problems
@@ -144,12 +146,14 @@ def _in_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
     return True
 
 
-def _with_bounds(plan: Plan, device: torch.device) -> bool:
-    """Puts a dense call over packed documents, or with a part of the queries, into one launch of a library that takes their boundaries."""
+def _take_bounds(plan: Plan, device: torch.device) -> bool:
+    """Puts a dense call over packed documents, or with a part of the queries, into one launch of a library that takes their boundaries;
+    returns whether it did."""
     shape, pattern = plan.shape, plan.pattern
     if not is_packed(pattern, shape, plan.capabilities, plan.size[0]):
         return False
     (first, last), length = shape.queries, pattern.segment_lengths[0]
+    # segments that hold queries of this call
     touched: list[Range] = []
     for start, end in shape.documents:
         low = start + max(0, first - start) // length * length
@@ -157,12 +161,12 @@ def _with_bounds(plan: Plan, device: torch.device) -> bool:
     if not touched:
         return False
     seen = [min(end, last) if shape.is_causal else end for _, end in touched]
-    low = touched[0][0]
-    queries, keys = [0, *(min(end, last) - first for _, end in touched)], [0, *(end - low for end in seen)]
+    first_key = touched[0][0]
+    queries, keys = [0, *(min(end, last) - first for _, end in touched)], [0, *(end - first_key for end in seen)]
     longest = max(b - a for a, b in itertools.pairwise(queries)), max(b - a for a, b in itertools.pairwise(keys))
     of_queries, of_keys = (torch.tensor(x, dtype=torch.int32, device=device) for x in (queries, keys))
     plan.bounds = Bounds(of_queries, of_keys, *longest)
-    plan.one_launch, plan.options, plan.key_rows = True, replace(plan.options, causal=shape.is_causal), slice(low, seen[-1])
+    plan.one_launch, plan.options, plan.key_rows = True, replace(plan.options, causal=shape.is_causal), slice(first_key, seen[-1])
     return True
 
 

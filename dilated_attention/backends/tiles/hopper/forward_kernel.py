@@ -200,7 +200,7 @@ def forward_kernel(
     keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
-):  # fmt: skip  # fmt: skip
+):  # fmt: skip
     """Computes 64 queries per warpgroup."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)

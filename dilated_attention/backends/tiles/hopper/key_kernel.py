@@ -314,7 +314,7 @@ def key_kernel(
     right, scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
-):  # fmt: skip  # fmt: skip
+):  # fmt: skip
     """Computes dk and dv of 64 keys per warpgroup. With DROPOUT a key/value head must have one query head."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)

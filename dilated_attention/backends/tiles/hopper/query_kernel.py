@@ -1,4 +1,5 @@
-"""dq and δ over a table of tiles on Hopper: ``query_kernel`` of ``tiles/backward.py`` with the same arguments and formulas.
+"""dq and δ over a table of tiles on Hopper: ``query_kernel`` of ``tiles/backward.py`` with the same arguments and formulas. It
+has no padding, dropout or bias (``run.py``) and does not read their arguments.
 
 It is built like ``key_kernel.py``. Tried on an H200 and not adopted, with the change in time: three warpgroups of 64 queries (−3 to +4 %),
 queries and dout in registers (−3 to −5 %; ``key_kernel.py`` says why not), warpgroups that take turns (0 %), a program for each row of the
@@ -54,6 +55,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
     stage = 0
+    # all stages are empty at first, so that the first waits pass
     phase = 1
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -150,6 +152,7 @@ def _query_consume(
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
         mbarrier.wait(full.index(stage), phase)
+        # the producer has put out where the first keys and values would be: the rows of part 0, those of part 1
         out = (k_smem if PART == 0 else v_smem).index(stage).slice(0, 64).load(o_layout).to(gl.float32)
         delta = gl.convert_layout(gl.sum(do_smem.index(PART).load(o_layout).to(gl.float32) * out, 1), by_row)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -169,7 +172,6 @@ def _query_consume(
         a = begin
         mbarrier.wait(full.index(stage), phase)
         fence_async_shared()
-        k_smem.index(stage)
         s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
         dp_running = scores(d0, d1, v_smem.index(stage), zeros, D0, D1)
         dq = gl.zeros([64, COLUMNS], gl.float32, o_layout)
@@ -192,11 +194,12 @@ def _query_consume(
             new_ds = gl.convert_layout((p * (dp - gl.expand_dims(delta, 1))).to(dtype), p_layout)
             now = stage
             stage, phase = following(stage, phase, STAGES)
-            # this wait keeps ptxas from sinking the softmax, as in _key_consume
+            # where this wait stands, ptxas does not sink the softmax below it: see _key_consume
             mbarrier.wait(full.index(stage), phase, pred=t + 1 < steps)
             dq, ds = warpgroup_mma_wait(0, deps=(dq_running, new_ds))
             mbarrier.arrive(empty.index(last), count=1)
             last = now
+        # queries and dout are not read any more: dq needs ds and keys alone
         mbarrier.arrive(tile_empty, count=1)
         dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq_running,))
@@ -219,7 +222,7 @@ def query_kernel(
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
-):  # fmt: skip  # fmt: skip
+):  # fmt: skip
     """Computes δ and dq of 64 queries per warpgroup."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
@@ -251,6 +254,7 @@ def query_kernel(
                        part_rows, delta_rows, direct, scale, natural_scale, D, D0, D1)),
             (_query_produce, (inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D, FLAGS)),
         ],
+        # warps, and registers of a thread, of the second consumer and of the producer
         [4, 4],
         [224, 56],
     )  # fmt: skip
