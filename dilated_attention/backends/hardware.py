@@ -155,6 +155,16 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+# what CUDA graphs read at each replay, for good: torch does not tell when a graph has gone
+_of_graphs: dict[int, object] = {}
+
+
+def keep_for_graph(what: object) -> None:
+    """Keeps alive what a pass has made for its launches, such as tables, if the current CUDA stream captures it."""
+    if torch.cuda.is_current_stream_capturing():
+        _of_graphs[id(what)] = what
+
+
 @functools.cache
 def has_gluon() -> bool:
     """Whether Triton has the language of the kernels for Hopper (Triton 3.6 or later) and compiles for NVIDIA: AMD's MI300 also reports

@@ -14,6 +14,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import new_lse
+from dilated_attention.backends.hardware import keep_for_graph
 from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
@@ -146,6 +147,8 @@ class RingPass:
         q, k, _ = self.tensors
         # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
         self.setup = cached_setup((*place, *options, q.dtype, q.device, q.shape, k.shape), self._make_setup)
+        if q.device.type == "cuda":
+            keep_for_graph(self.setup)
         self.masks = Masks(None, 0 if seed is None else int(seed.item()))
         self.is_moved = self.padding is None and self.bias is None and self.setup.sharding is None
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.base import placed
 from dilated_attention.backends.hardware import has_gluon
+from dilated_attention.backends.tiles import call
 from dilated_attention.backends.tiles import run as run_tiles
 from dilated_attention.backends.tiles.call import Prepared, TileCall
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
@@ -55,6 +57,18 @@ def test_random_cases_match_float64(seed: int, dtype: torch.dtype, bias: str, mo
         monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16))
     case = replace(random_case(seed, SPACE), bias=bias)
     assert not [result for result in measure(case, "tiles", dtype) if not result.passes], case
+
+
+def test_tables_whose_making_was_interrupted_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C while kernels are compiled, say: else the next call would read what nothing wrote."""
+    x = torch.randn(1, 21, 1, 8)
+    call.tables_of.cache_clear()
+    call.prepared.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(call.KernelLaunch, "__call__", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            attention(x, x, x, backend="tiles")
+    torch.testing.assert_close(attention(x, x, x, backend="tiles"), attention(x, x, x, backend="math"))
 
 
 def made(N: int = 24, heads: int = 2, batch: int = 2) -> list[torch.Tensor]:

@@ -57,8 +57,9 @@ class Tables:
         is_causal: tiles are in the order that suits causality.
         tile: positions of a tile.
 
-    ``num_tiles``: of queries, and of keys. ``lengths``, ``rates``: of each branch. ``starts``: the documents' starts, then the last one's
-    end, up to a power of two and one more, then the documents from the longest to the shortest; of one document a 0.
+    ``num_tiles``: of queries, and of keys. ``lengths``, ``rates``: of each branch. ``starts``, once ``pointers`` is called: the documents'
+    starts, then the last one's end, up to a power of two and one more, then the documents from the longest to the shortest; of one document
+    a 0.
     """
 
     def __init__(self, walk: Walk, is_causal: bool, tile: int, device: torch.device) -> None:
@@ -66,7 +67,7 @@ class Tables:
         self.num_tiles = counts_of(walk, False, tile).num_tiles, counts_of(walk, True, tile).num_tiles
         lengths, rates = zip(*walk.branches, strict=True)
         self.lengths, self.rates = int_tensors((tuple([min(w, 2**31 - 1) for w in lengths]), rates), device)
-        self.starts, self.index = _starts_of(walk, device), index_of(device)
+        self.index = index_of(device)
         self._space: Workspace | None = None
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
 
@@ -74,18 +75,27 @@ class Tables:
         """Returns those of the spans and of both tables, which are made once. The current device is theirs.
 
         If another stream made them, the current one waits for it, and their memory is marked as used by this stream.
+
+        Raises:
+            RuntimeError: a CUDA graph captures the call, and it has not run before.
         """
-        space = self._space
         if self._copied is not None and (stream := torch._C._cuda_getCurrentRawStream(self.index)) != self._stream:
-            if space is None:
-                space, self._stream = self._make(), stream
-                self._copied.record(torch.cuda.current_stream(self.device))
-            elif not torch.cuda.is_current_stream_capturing():
-                # a graph cannot wait for events outside it; the call was run before its capture, and the tables made with it
-                current = torch.cuda.current_stream(self.device)
+            is_captured, current = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(self.device)
+            if self._space is None and is_captured:
+                # tables made by its replays would be read by other calls before them
+                raise RuntimeError("a CUDA graph captures a call that has not run yet: run it once with these lengths before the capture")
+            if self._space is None:
+                self._space, self._stream = self._make(), stream
+                self._copied.record(current)
+            elif not is_captured:
+                # a graph cannot wait for events outside it
                 current.wait_event(self._copied)
-                space.memory.record_stream(current)
-        spans, _, rows = (space or self._make()).pointers
+                for made in (self._space.memory, self.starts):
+                    made.record_stream(current)
+        elif self._space is None:
+            self._space = self._make()
+        assert self._space is not None
+        spans, _, rows = self._space.pointers
         # a row has 8 numbers of 4 bytes
         return spans, rows, rows + 32 * self.num_tiles[0]
 
@@ -96,11 +106,14 @@ class Tables:
         return spans, *rows.split([8 * count for count in self.num_tiles])
 
     def _make(self) -> Workspace:
-        walk, of_pattern = self.walk, (self.starts, self.lengths, self.rates)
+        walk = self.walk
+        # on the stream of the kernels that read them
+        self.starts = _starts_of(walk, self.device)
+        of_pattern = self.starts, self.lengths, self.rates
         documents, branches, num_rows = len(walk.documents), walk.num_branches, sum(self.num_tiles)
         # the spans; the tiles before each document; the rows
         sizes = 2 * documents * branches, 2 * branches * (documents + 1), 8 * num_rows
-        space = self._space = Workspace(self.device, *((size, torch.int32) for size in sizes))
+        space = Workspace(self.device, *((size, torch.int32) for size in sizes))
         ends, is_one, order = (documents, walk.documents[-1][1], *walk.queries, walk.keys[1]), documents == 1, 2**walk.steps + 1
         make_spans = KernelLaunch(
             spans_kernel, (branches, 2), (*ends, walk.direct, walk.key_direct, self.tile, order),

@@ -68,8 +68,9 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     from_k, from_v = _rows(place, at, (kb, kn, kh), (vb, vn, vh), heads, width, batch, column)
     keys = tl.load(k + from_k, mask=mask, other=0.0).to(tl.float32)
     values = tl.load(v + from_v, mask=mask, other=0.0).to(tl.float32)
+    lines = (total // (batch * width)).to(tl.int64)
     for peer in range(peers):
-        other = tl.load(returned + peer * (total // (batch * width)) + line, mask=inside, other=-1)
+        other = tl.load(returned + peer * lines + line, mask=inside, other=-1)
         there = came + (other * (batch * width) + at % (batch * width))[:, None] * (2 * D) + column
         some = mask & (other >= 0)[:, None]
         keys += tl.load(there, mask=some, other=0.0).to(tl.float32)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dilated_attention.backends.hardware import on_device
+from dilated_attention.backends.hardware import keep_for_graph, on_device
 from dilated_attention.backends.tiles.table import Walk, counts_of, place_of, share_keys
 from dilated_attention.engine.branches.launches import View
 from dilated_attention.engine.branches.problems import Problem, Range, Shape
@@ -79,12 +79,15 @@ def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) 
 
     (_, N, H, D), device = results[0].shape, results[0].device
     p = prepared(TileCall(layout.walk, layout.offsets, 1.0), 1, H, D, results[0].dtype, device)
+    if device.type == "cuda":
+        keep_for_graph(p)
     # batch entries are documents
     strides = tuple([(x.stride(0) - N * x.stride(1), *x.stride()[1:3]) for x in results])
     if strides not in p.launches:
         p.launches[strides] = (combine_launch(p, *strides),)
     with on_device(device):
         given, tables = (*results, *parts), p.tables
+        spans, _, _ = tables.pointers()
         of_pattern = tables.starts, tables.lengths, tables.rates, p.offsets
-        pointers = [*(x.data_ptr() for x in given), tables.pointers()[0], *(x.data_ptr() for x in of_pattern)]
+        pointers = [*(x.data_ptr() for x in given), spans, *(x.data_ptr() for x in of_pattern)]
         p.launches[strides][0](pointers, lambda: (*given, tables.tensors()[0], *of_pattern), p.index)

@@ -16,6 +16,7 @@ import torch
 
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
+from dilated_attention.backends.hardware import keep_for_graph
 from dilated_attention.backends.tiles.ahead import is_compiling
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches.launches import Masks
@@ -230,16 +231,21 @@ class LocalCall(ResolvedCall):
             tensors: q, k, v, and in a backward dout and out.
             more: what ``make_pass`` depends on in addition.
         """
+        found = None
         for _ in range(2):
             # strides do not include addresses, which must be aligned too
             if self.device_type != "cuda" or all_aligned([x.data_ptr() for x in tensors]):
                 found = self.passes.get(key_of(tensors))
                 if found is not None and (found := found.again()) is not None:
-                    return tensors, found
+                    break
             if self.device_type != "cuda" and all([x.stride(-1) == 1 for x in tensors]):  # noqa: C419 - a generator takes longer
                 break
             tensors = tuple([kernel_ready(x) for x in tensors])
-        return tensors, self.make_pass(tensors, padding, seed, more)
+        if found is None:
+            found = self.make_pass(tensors, padding, seed, more)
+        if self.device_type == "cuda":
+            keep_for_graph(found)
+        return tensors, found
 
 
 def key_of(tensors: Tensors) -> tuple[Any, ...]:
