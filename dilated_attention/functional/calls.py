@@ -47,8 +47,8 @@ def dilated_attention(
         precision: ``"native"``: products in the inputs' dtype · ``"fp8"``: products in 8-bit floats (e4m3), summed in float32 over at most
             8192 keys at a time. It runs on Hopper, forward only, without gradients; out is in q's dtype, with an error of about 5 % where
             values average out.
-        options: is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, dropout_p, return_lse, deterministic, backend,
-            query_offset, head_offsets, branch_heads, tail: see ``functional.CallOptions``, ``LocalOptions`` and ``BranchOptions``.
+        options: is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, bias, dropout_p, return_lse, deterministic,
+            backend, query_offset, head_offsets, branch_heads, tail: see ``functional.CallOptions``, ``LocalOptions`` and ``BranchOptions``.
 
     Returns:
         out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
@@ -79,8 +79,7 @@ def attention(
 
     All other arguments, results and errors are those of ``dilated_attention``.
     """
-    sides = () if window is None else check.check_window(window)
-    return attend("attention", options, q, k, v, DENSE, window=sides, head_offsets="zero", precision=precision)
+    return attend("attention", options, q, k, v, DENSE, window=check.check_window(window), head_offsets="zero", precision=precision)
 
 
 @shows_options
@@ -96,7 +95,8 @@ def block_sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pa
         pattern: a block pattern of ``dilated_attention.pattern``, or several joined by | and &, for all heads or per head; or a
             ``BlockMask`` of torch.nn.attention.flex_attention, read by ``from_block_mask``.
 
-    All other arguments, results and errors are those of ``dilated_attention``. Each packed document has its own blocks.
+    All other arguments, results and errors are those of ``dilated_attention``, without ``mixture_grad`` and ``precision``. Each packed
+    document has its own blocks.
 
     The patterns are those of Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062) and Sparse Transformers (arXiv 1904.10509), in
     whole blocks. Some libraries take a softmax per block, so that a query's weights do not sum to 1; this function does not.
@@ -124,7 +124,7 @@ def block_sparse_dilated_attention(
         segment_lengths, dilation_rates: see ``dilated_attention``.
         pattern: see ``block_sparse_attention``.
 
-    All other arguments, results and errors are those of ``dilated_attention``; its ``mixture_grad`` is ``"exact"`` here.
+    All other arguments, results and errors are those of ``dilated_attention``, without ``mixture_grad`` and ``precision``.
 
     >>> out = block_sparse_dilated_attention(
     ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3), is_causal=True)
@@ -157,11 +157,12 @@ def ring_dilated_attention(
             whole sequence · ``"ring"``, ``"2d"``: run as ``"auto"``, and the log says so once.
         mixture_grad: see ``dilated_attention``.
         ranks_per_node: accepted and not used any more: of ``"2d"``.
-        options: group, mesh, seq_len, timeout, is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, dropout_p, return_lse,
-            deterministic, backend, head_offsets, branch_heads, tail: see ``functional.RingOptions``, ``CallOptions`` and ``BranchOptions``.
+        options: group, mesh, seq_len, timeout, is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, bias, dropout_p,
+            return_lse, deterministic, backend, head_offsets, branch_heads, tail: see ``functional.RingOptions``, ``CallOptions`` and
+                ``BranchOptions``.
 
-    All arguments but the tensors, ``backend`` and ``timeout`` must be equal on all processes. This is checked at the first call of a kind;
-    later calls are compared while they run, or up to a second afterwards.
+    All arguments but q, k, v, ``key_padding_mask``, ``sinks``, ``bias``, ``backend`` and ``timeout`` must be equal on all processes. This
+    is checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.
 
     Returns:
         out (B, n, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, n)).
@@ -223,7 +224,7 @@ def ring_block_sparse_attention(
             returns one that gives all processes equal work. Shards that begin and end at block boundaries are the fastest.
         head_steps: number of groups of key/value heads whose keys are sent one group after the other; None: as many as pay.
 
-    All other arguments, results and errors are those of ``ring_dilated_attention``.
+    All other arguments, results and errors are those of ``ring_dilated_attention``, without ``exchange`` and ``mixture_grad``.
 
     >>> layout = balanced_layout(pattern, seq_len, world_size, is_causal=True)
     >>> q, k, v = shard_sequence(group, [q, k, v], [1, 1, 1], layout=layout)
@@ -253,7 +254,7 @@ def ring_block_sparse_dilated_attention(
         segment_lengths, dilation_rates: see ``dilated_attention``; segments are counted in the whole sequence.
         pattern, layout, head_steps: see ``ring_block_sparse_attention``. With ``branch_heads="split"`` all heads go in one step.
 
-    All other arguments, results and errors are those of ``ring_dilated_attention``.
+    All other arguments, results and errors are those of ``ring_dilated_attention``, without ``exchange`` and ``mixture_grad``.
 
     >>> out = ring_block_sparse_dilated_attention(
     ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3),

@@ -22,6 +22,8 @@ from dilated_attention.pattern.checks import as_int
 # positions of a window where the attention has no longest segment
 _CONTEXT = 8192
 _NOT_SCORED = -100
+# of the tokens of a model that sees both sides, the share that is hidden, and which these are
+_HIDDEN, _SEED = 0.15, 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,8 @@ class Evaluation:
         windows: how many were read.
         positions: inputs of all windows.
         seconds: time of all windows.
-        by_position: mean bits by the number of inputs that a target could see, in powers of two; empty if attention is not causal.
+        by_position: mean bits by the number of inputs that a target could see, in powers of two, over all targets of all windows; empty
+            if attention is not causal.
     """
 
     bits: float
@@ -83,13 +86,15 @@ def evaluate(
     A causal model: the first window of a record scores all of its targets; each further window moves on by ``stride`` and scores the
     targets that are new, which have at least ``context − stride`` positions before them. A record's first token is no target. A model
     that sees both sides, of bases: the same 15 % of each record in every call are replaced with N and scored, each in the window whose
-    middle it is nearest to. N itself is never scored where tokens are bases (``vocab_size=5``), and windows without a target are not read.
+    middle it is nearest to (but near a record's ends). N itself is never scored where tokens are bases (``vocab_size=5``), and windows
+    without a target are not read.
 
     Args:
         model: a ``LongNetLM`` on one device. It computes in the dtype of its weights, or autocast's where that is enabled.
         records: sequences (N_i,) of tokens, or a batch (B, N); bases for a model with ``config.kmer``, whose codes are made here, for each
             window.
-        context: positions of a window; None for the model's longest segment, or 8,192 if it has none; at most the longest record.
+        context: positions of a window; None for the model's longest segment, or 8,192 if it has none, or the longest record if that is
+            shorter.
         stride: from window to window, at most ``context``; None for half of it.
         num_windows: read only so many windows, at equal distances among all of them; None for all.
         options: attention_mask, key_padding_mask (B, N) of a batch: see ``models.padding.PaddingOptions``.
@@ -121,7 +126,9 @@ def evaluate(
         is_target = record != (UNKNOWN if config.vocab_size == NUM_BASES else _NOT_SCORED)
         if not config.is_causal:
             # what a model that sees both sides has to fill in, the same at every call
-            is_target &= (torch.rand(len(record), generator=torch.Generator().manual_seed(15)) < 0.15).to(record.device)
+            is_target &= (torch.rand(len(record), dtype=torch.float32, generator=torch.Generator().manual_seed(_SEED)) < _HIDDEN).to(
+                record.device
+            )
         targets_of.append(is_target)
         known = is_target.cpu()
         # a genome may have long stretches of nothing but N
@@ -143,12 +150,15 @@ def evaluate(
                 inputs = inputs.where(~is_target, UNKNOWN)
             if config.kmer > 1:
                 inputs = kmers(inputs, config.kmer, both_sides=not config.is_causal)
-            hidden, rows = model.hidden(inputs[None])[0], max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-            # the logits of a chunk of positions exist at a time; 0 where a target is not scored
+            hidden = model.hidden(inputs[None])[0]
+            # the logits of a chunk of positions exist at a time; nats are 0 where a target is not scored
+            rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
             chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
             nats = torch.cat([cross_entropy(x, weight, wanted, reduction="none") for x, wanted in chunks]).double()
+            # of two, the whole part of log2 of the inputs that a target sees
             power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
             sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
+            # nats[i] are those of the target at first + shift + i
             scored = slice(window.scored - window.first - shift, window.scored_end - window.first - shift)
             total += torch.stack([nats[scored].sum(), (targets[scored] != _NOT_SCORED).sum()])
     nats_in_all, count = total.tolist()
@@ -166,9 +176,9 @@ def evaluate(
         positions=sum(window.end - window.first for _, window in windows),
         seconds=seconds,
         by_position=tuple(
-            Bucket(least=2**power, most=min(2 ** (power + 1) - 1, context), bits=nats / count / math.log(2), targets=round(count))
-            for power, (nats, count) in enumerate(sums.T.tolist())
-            if count and config.is_causal
+            Bucket(least=2**power, most=min(2 ** (power + 1) - 1, context), bits=nats_of / targets / math.log(2), targets=round(targets))
+            for power, (nats_of, targets) in enumerate(sums.T.tolist())
+            if targets and config.is_causal
         ),
     )
 

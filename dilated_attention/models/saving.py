@@ -137,7 +137,7 @@ def _unfinished(folder: Path) -> str | None:
 
 
 def _last_step(run: Path) -> int:
-    """Returns 0 if there is none; one that is being written or removed lacks its state."""
+    """Returns 0 if there is none; one that is being written has another name, one that is being removed lacks its state."""
     return max((int(file.parent.name.removeprefix("step-")) for file in run.glob(f"checkpoints/step-*/{_STATE}")), default=0)
 
 
@@ -155,7 +155,7 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
     # file gets its number; and a file without read permission is not said to be missing
     with path.open("rb") as opened:
         try:
-            with safetensors.safe_open(str(path), framework="pt", device=str(torch.device(device or "cpu"))) as file:
+            with safetensors.safe_open(str(path), framework="pt", device=str(torch.device("cpu" if device is None else device))) as file:
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
                 metadata = file.metadata() or {}
         except safetensors.SafetensorError as error:

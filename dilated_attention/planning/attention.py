@@ -97,7 +97,7 @@ def plan_attention(
         gpu: a GPU's name (see ``gpus.find_gpu``), or a ``Gpu``; ``"cpu"`` for this machine's CPU; None for its GPU, or for its CPU if it
             has none.
         memory: bytes of device memory to assume instead of the device's own.
-        find_longest: False skips the search for the longest sequence; ``longest`` is then N or 0. Patterns of tables that end with N, as
+        find_longest: False skips the search for the longest sequence; ``longest`` is then None. Patterns of tables that end with N, as
             masks of blocks or functions may hold, need it.
 
     Raises:
@@ -148,9 +148,10 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
 
 
-def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int]:
+def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int | None]:
     """Returns (whether the problem fits, a number of positions that fits where one more does not, up to 2^31; 0 if not one per process
-    fits). The bytes may fall where a longer sequence exchanges its keys in another way; then some shorter than the longest may not fit."""
+    fits; None without ``find_longest``). The bytes may fall where a longer sequence exchanges its keys in another way; then some shorter
+    than the longest may not fit."""
 
     def excess(num_positions: int) -> int:
         return bytes_needed(problem.of_length(num_positions)) - int(USABLE * problem.machine.memory)
@@ -158,7 +159,7 @@ def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longes
     N, W = problem.num_positions, problem.world_size
     fits = excess(N) <= 0
     most = min(MOST_POSITIONS, MOST_ELEMENTS // (problem.batch_size * problem.num_heads * problem.head_dim))
-    return fits, search(excess, W, max(W, most)) if find_longest else N * fits
+    return fits, search(excess, W, max(W, most)) if find_longest else None
 
 
 def search(excess: Callable[[int], int], low: int, high: int) -> int:
@@ -210,7 +211,7 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     return Pass(
         arithmetic=seconds / W * ((2 * W - 1) / W if is_uneven else 1.0),
         memory=least_bytes / gpu.bandwidth if gpu.bandwidth else 0.0,
-        host=_host(problem, backward, exchange), links=links, exposed=exposed, backend=" and ".join(dict.fromkeys(backends)),
+        launches=_host(problem, backward, exchange), links=links, exposed=exposed, backend=" and ".join(dict.fromkeys(backends)),
         rate=sum(flops) / seconds if seconds else 0.0, source="; ".join(dict.fromkeys(sources)),
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -25,12 +24,13 @@ _FLOPS = (("EFLOP", 1e18, 0.9995e18), ("PFLOP", 1e15, 0.9995e15), ("TFLOP", 1e12
 OF_MALLOC = "in tensors; glibc's malloc may keep up to twice as much again of what is freed, unless MALLOC_MMAP_THRESHOLD_=2097152 is set"
 
 
-def seconds_text(number: float, units: tuple[tuple[str, float, float], ...] = _TIMES) -> str:
+def seconds_text(seconds: float) -> str:
     """Formats a time in the usual unit for its magnitude: 35 µs, 12.3 ms, 47 s, 6.2 min, 5.1 h, 3.4 days."""
+    return _in_units(seconds, _TIMES)
+
+
+def _in_units(number: float, units: tuple[tuple[str, float, float], ...]) -> str:
     return next(f"{_three_digits(number / size)} {unit}" for unit, size, least in units if number >= least)
-
-
-_flops = functools.partial(seconds_text, units=_FLOPS)
 
 
 def _three_digits(number: float) -> str:
@@ -42,7 +42,7 @@ class Pass:
     """One pass of a call, in seconds.
 
     Args:
-        arithmetic, memory, host, links: the time that each would take alone.
+        arithmetic, memory, launches, links: the time that each would take alone.
         backend: the backend that computes the pass.
         rate: mean FLOP/s assumed for the arithmetic.
         source: where the rate comes from.
@@ -51,7 +51,7 @@ class Pass:
 
     arithmetic: float
     memory: float
-    host: float
+    launches: float
     links: float
     exposed: float
     backend: str
@@ -61,7 +61,7 @@ class Pass:
     @property
     def parts(self) -> dict[str, float]:
         """Returns the seconds that each would take alone."""
-        return {"arithmetic": self.arithmetic, "memory": self.memory, "launches": self.host, "links": self.links}
+        return {name: getattr(self, name) for name in ("arithmetic", "memory", "launches", "links")}
 
     @property
     def seconds(self) -> float:
@@ -75,7 +75,8 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What plans of calls and of models have in common. ``str`` prints the figures, ``as_dict`` returns them. Times are estimates.
+    """What plans of calls and of models have in common (no ``engine.plan.Plan``). ``str`` prints the figures, ``as_dict`` returns them.
+    Times are estimates.
 
     Args:
         num_positions, …: the request, with defaults filled in. A sequence shared by ``world_size`` processes is planned for the rank with
@@ -84,7 +85,7 @@ class Plan:
         no_time: why there is no estimate of the time; "" if there is one.
         device, device_memory: name of the machine's device, and its memory in bytes.
         fits: whether the peak is within ``USABLE`` of that memory, and the lists of blocks can index all kept blocks.
-        longest: a number of positions that fits where one more does not, up to 2^31; 0 if not even one fits.
+        longest: a number of positions that fits where one more does not, up to 2^31; 0 if not even one fits; None if not searched for.
     """
 
     num_positions: int
@@ -97,7 +98,12 @@ class Plan:
     device: str
     device_memory: int
     fits: bool
-    longest: int
+    longest: int | None
+
+    def _shared_dict(self) -> dict[str, Any]:
+        exchange = self.exchange
+        moved = {"name": exchange.name, "steps": exchange.steps, "exact": exchange.is_exact, **asdict(exchange.bytes)}
+        return {"exchange": moved, "no_time": self.no_time or None}
 
     def _wire(self, each: str = "") -> list[str]:
         """Says what a process receives."""
@@ -112,11 +118,11 @@ class Plan:
         """Says whether ``peak`` bytes fit."""
         part = peak / self.device_memory
         share = f"{_three_digits(100 * part)}% of" if part < 10 else f"{_three_digits(part)} times"
-        found = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
-        reach = (
-            f"{'at least ' if self.longest >= 2**31 else ''}{self.longest:,} positions" if self.longest else "none, not one position fits"
-        )
-        lines = [f"fits         {found}; the longest that does: {reach}"]
+        text = f"{'yes' if self.fits else 'no'}: it takes {share} the memory, of which {USABLE:.0%} can be used"
+        if self.longest is not None:
+            at_least = "at least " if self.longest >= 2**31 else ""
+            text += f"; the longest that does: {f'{at_least}{self.longest:,} positions' if self.longest else 'none, not one position fits'}"
+        lines = [f"fits         {text}"]
         return [*lines, f"             {OF_MALLOC}"] if self.device == THIS_CPU else lines
 
 
@@ -169,7 +175,7 @@ class AttentionPlan(Plan):
         return sum(one.seconds for one in self.passes) if self.passes else None
 
     def as_dict(self) -> dict[str, Any]:
-        found, memory, exchange = asdict(self), self.memory, self.exchange
+        found, memory = asdict(self), self.memory
         del found["dense_pairs"]
         added = ("keys_per_query", "share_of_dense", "seconds")
         found |= {name: getattr(self, name) for name in added} | {"layout": self.layout if self.world_size > 1 else None}
@@ -177,12 +183,11 @@ class AttentionPlan(Plan):
         sizes = {name: getattr(memory, name) for name in ("peak", "forward_peak", "backward_peak")}
         return found | {
             "memory": sizes | {name: list(map(list, getattr(memory, name))) for name in _PASSES},
-            "exchange": {"name": exchange.name, "steps": exchange.steps, "exact": exchange.is_exact, **asdict(exchange.bytes)},
             "passes": [
                 asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound}
                 for name, one in zip(_PASSES, self.passes, strict=False)
             ],
-            "no_time": self.no_time or None,
+            **self._shared_dict(),
         }
 
     def heading(self, length: str) -> list[str]:
@@ -207,7 +212,7 @@ class AttentionPlan(Plan):
     def __str__(self) -> str:
         about, each = "" if self.pairs_exact else "about ", ", per process" if self.world_size > 1 else ""
         names = _PASSES[: 1 + self.training]
-        flops = ", ".join(f"{_flops(number)} {name}" for number, name in zip(self.flops, names, strict=False))
+        flops = ", ".join(f"{_in_units(number, _FLOPS)} {name}" for number, name in zip(self.flops, names, strict=False))
         least = ", ".join(f"{readable(size)} {name}" for size, name in zip(self.least_bytes, names, strict=False))
         lines = [
             *self.heading(f"{self.num_positions:,} positions"),
@@ -268,7 +273,7 @@ class ModelPlan(Plan):
         return sum(size for _, size in self.terms)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"terms": [list(term) for term in self.terms], "peak": self.peak}
+        return asdict(self) | self._shared_dict() | {"terms": [list(term) for term in self.terms], "peak": self.peak}
 
     def heading(self, length: str) -> list[str]:
         flags = [self.dtype, "float32 weights under autocast" if self.autocast else f"{self.dtype} weights"]
@@ -283,7 +288,7 @@ class ModelPlan(Plan):
             *self.heading(f"{self.num_positions:,} positions"),
             "",
             f"parameters   {self.parameters:,} in {self.layers} blocks",
-            f"FLOPs        {_flops(self.flops)} per {'step' if self.training else 'forward'}",
+            f"FLOPs        {_in_units(self.flops, _FLOPS)} per {'step' if self.training else 'forward'}",
             f"peak memory  {readable(self.peak)}, {self.moment}" + (", per process" if self.world_size * self.weight_shards > 1 else ""),
             *(f"  {readable(size):>9}  {what}" for what, size in self.terms),
         ]
@@ -304,11 +309,11 @@ def _time(seconds: float | None, why_not: str) -> str:
 
 
 def plans_table(plans: Sequence[AttentionPlan | ModelPlan]) -> str:
-    """Formats plans of one call or model at several lengths; only the last one contains the longest length that fits."""
+    """Formats plans of one call or model at several lengths; the longest that fits is the last one's."""
     last = plans[-1]
     lines = [f"{'positions':>14}  {'FLOPs':>11}  {'peak memory':>11}  {'time':>9}  fits"]
     for plan in plans:
-        flops, time = _flops(plan.total_flops), "–" if plan.seconds is None else seconds_text(plan.seconds)
+        flops, time = _in_units(plan.total_flops, _FLOPS), "–" if plan.seconds is None else seconds_text(plan.seconds)
         lines.append(f"{plan.num_positions:>14,}  {flops:>11}  {readable(plan.peak):>11}  {time:>9}  {'yes' if plan.fits else 'no':>4}")
     times = f"times are estimates: {last.time_source}" if last.time_source else f"no times: {last.no_time}"
     return "\n".join([*last.heading("several lengths"), "", *lines, "", "the last row", *last._end(last.peak), times])
@@ -383,7 +388,7 @@ class Recommendation:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def text(self, width: int = 118) -> str:
-        """Returns the answer in lines of at most ``width`` characters, except for the code."""
+        """Returns the answer in lines of at most ``width`` characters, except for the first line and the code."""
         lines, margin = [f"{self.use_case}: {self.machine}", ""], " " * min(24, width // 3)
         for x in self.settings:
             cited = "" if x.source == "computed" else f" [{x.source}]"

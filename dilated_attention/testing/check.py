@@ -106,8 +106,8 @@ def results(
 
 
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
-    """Returns the errors and bounds of all results of a case. The bound is 1e-10 for float64 and, on a CPU, 1e-5 for float32; for
-    everything else see ``low_precision_bound``."""
+    """Returns the errors and bounds of all results of a case. The bound is relative, 1e-10 for float64 and, on a CPU, 1e-5 for float32;
+    for everything else see ``truth_and_bounds``."""
     x = inputs(case, dtype, device)
     mine = results(call, case, x, backend=backend)
     truth, bounds = truth_and_bounds(case, x)
@@ -171,7 +171,7 @@ def check_backend(
             if not result.passes:
                 raise AssertionError(
                     f"{name} {dtype} on {device}: E({result.name}) = {result.error:.3g} > {result.bound:.3g} for\nmeasure({case}, "
-                    f"{name!r}, {dtype})"
+                    f"{name!r}, {dtype}, {str(device)!r})"
                 )
             ratio = result.error / result.bound if result.bound else 0.0
             report.worst[result.name] = max(report.worst.get(result.name, 0.0), ratio)

@@ -120,7 +120,7 @@ def test_a_plan_is_whole_and_told_as_text_and_json(kind: str, training: bool) ->
     # q, k, v and out are there in any case
     assert found.peak >= 4 * found.num_positions // found.world_size * 8 * 64 * 2
     assert found.seconds == sum(one.seconds for one in found.passes)
-    assert all(one.seconds >= max(one.arithmetic, one.memory, one.host) > 0 and one.source for one in found.passes)
+    assert all(one.seconds >= max(one.arithmetic, one.memory, one.launches) > 0 and one.source for one in found.passes)
     told, text = json.loads(json.dumps(found.as_dict())), str(found)
     assert told["memory"]["peak"] == found.peak and told["fits"] is found.fits and told["seconds"] == found.seconds
     assert "estimate" in text and f"{found.num_positions:,} positions" in text and ("wire" in text) == (found.world_size > 1)
@@ -256,6 +256,9 @@ def test_a_time_says_where_its_rate_comes_from_and_none_why_not(monkeypatch: pyt
         # the figure is of tensors, and a process may take more
         assert "MALLOC_MMAP_THRESHOLD_" in str(one)
     assert "MALLOC" not in str(plan("dense"))
+    # a length that was not searched for is not told
+    assert plan("dense").longest is None and "longest" not in str(plan("dense"))
+    assert f"longest that does: {plan('dense', find_longest=True).longest:,} positions" in str(plan("dense", find_longest=True))
 
 
 MEASURED: dict[str, tuple[Any, int, torch.dtype]] = {
@@ -380,7 +383,7 @@ def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
             # elsewhere the GPU is waited for, or what it still has to do hides the CPU
             if measured >= 2 * captured:
                 shape = {"num_heads": heads, "head_dim": dim, "is_causal": row["causal"], **(rates if kind == "dilated" else {})}
-                estimate = 1e3 * sum(one.host for one in plan(kind, row["N"], **shape).passes)
+                estimate = 1e3 * sum(one.launches for one in plan(kind, row["N"], **shape).passes)
                 assert 0.7 < estimate / measured < 1.3, (row["shape"], row["N"], row["causal"], kind, estimate, measured)
                 compared += 1
     assert compared >= 6

@@ -150,7 +150,8 @@ def _recording(steps: _Steps, spans: list[tuple[Any, ...]], num_scratch: int, nu
             used.add(places[identity])
             return operator.itemgetter(places[identity])
         if not isinstance(argument, (tuple, list)):
-            if any(isinstance(x, Tensor) for x in getattr(argument, "__dict__", {}).values()):
+            contents = argument if isinstance(argument, dict) else getattr(argument, "__dict__", {})
+            if any(isinstance(x, Tensor) for x in contents.values()):
                 raise KeyError(argument)
             return None
         takers = [taker(x, False) for x in argument]

@@ -16,15 +16,16 @@ import triton.language as tl
 
 
 class Lists(NamedTuple):
-    """What a kernel reads of lists: of key blocks (``row_starts`` of ``BlockLists``), or in ``key_kernel`` of query blocks.
+    """What a kernel reads of lists: of key blocks (``row_starts`` of ``BlockLists``), or in ``key_kernel`` of query blocks, with roles
+    swapped.
 
     Args:
         starts, others, masks, bits, low, high: see ``BlockLists``.
         order: each group's lists in the order in which programs process them.
-        heavy: the number of lists that all heads process before any head continues with its others.
+        heavy: () int32 on the device, the number of lists that all heads process before any head continues with its others.
         num_lists: number of lists of a group.
-        batch, head: strides of a batch entry and a query head in the groups of lists.
-        order_batch, order_head: the same in the groups of ``order``, which are those of key heads in ``key_kernel``.
+        batch_step, head_step: from a batch entry or a query head to the next in the groups of lists.
+        order_batch_step, order_head_step: the same in the groups of ``order``, which are those of key heads in ``key_kernel``.
     """
 
     starts: Any
@@ -36,10 +37,10 @@ class Lists(NamedTuple):
     order: Any
     heavy: Any
     num_lists: Any
-    batch: Any
-    head: Any
-    order_batch: Any
-    order_head: Any
+    batch_step: Any
+    head_step: Any
+    order_batch_step: Any
+    order_head_step: Any
 
 
 class Form(NamedTuple):
@@ -48,8 +49,8 @@ class Form(NamedTuple):
     Args:
         tile_block, visited_block: positions per block: of those that a program's tile is part of, and of those in the lists.
         masks: 0 none · 1 interval · 2 bits.
-        even: whether every block in the lists is whole.
-        negative: whether the forward's scores are those of −q; its scale is not negative.
+        even: whether the sequence fills its last block.
+        negative: whether the forward's scores are those of −q, for a scale that is negative; the kernel gets −scale.
     """
 
     tile_block: int
@@ -73,13 +74,15 @@ def read_list(lists, pid, num_batches, num_heads, PARTS: tl.constexpr):
     pair = tl.where(late < 0, item % pairs, late // light)
     place = tl.where(late < 0, item // pairs, heavy + late % light)
     batch, head = (pair // num_heads).to(tl.int64), pair % num_heads
-    block = tl.load(lists.order + (batch * lists.order_batch + head * lists.order_head) * lists.num_lists + place)
+    block = tl.load(lists.order + (batch * lists.order_batch_step + head * lists.order_head_step) * lists.num_lists + place)
     return batch, head, block, block * PARTS + pid % PARTS
 
 
 @triton.jit
 def whole_sequence(pid, num_queries, num_keys):
-    """Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, place), as ``read_segment`` does."""
+    """Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, place), which kernels need of
+    ``read_segment``'s results."""
+    # a tensor, as read_segment returns
     zero = pid * 0
     return zero, zero + 1, zero, num_keys, zero, num_queries, zero
 
@@ -87,14 +90,14 @@ def whole_sequence(pid, num_queries, num_keys):
 @triton.jit
 def list_steps(lists, batch, head, block, SUBS: tl.constexpr):
     """Returns (first step, end of the steps, first block) of a list; each of its blocks takes SUBS steps."""
-    at = lists.starts + (batch * lists.batch + head * lists.head) * lists.num_lists + block
+    at = lists.starts + (batch * lists.batch_step + head * lists.head_step) * lists.num_lists + block
     start, end = tl.load(at), tl.load(at + 1)
     return start * SUBS, end * SUBS, tl.load(lists.others + start, mask=start < end, other=0)
 
 
 @triton.jit
 def next_block(lists, step, end, SUBS: tl.constexpr):
-    """Loads the block of step + 1 one step ahead; otherwise loads of tiles would wait for it and the pipeline would lose a stage."""
+    """Loads the block of step + 1 one step ahead: loads of tiles that waited for it would cost the pipeline a stage."""
     return tl.load(lists.others + tl.minimum(step + 1, end - 1) // SUBS)
 
 
@@ -105,10 +108,10 @@ def hide_pairs(
 ):  # fmt: skip
     """Sets x of ROWS queries and KEYS keys, or transposed, to ``fill`` where the block's mask does not keep the pair."""
     masked = key0 + KEYS > num_keys
-    mask = -1
+    mask_index = -1
     if MASKS > 0:
-        mask = tl.load(lists.masks + entry)
-        masked = masked | (mask >= 0)
+        mask_index = tl.load(lists.masks + entry)
+        masked = masked | (mask_index >= 0)
     if masked:
         # along the tile's two dimensions
         row = tl.arange(0, ROWS)[None, :] if TRANSPOSED else tl.arange(0, ROWS)[:, None]
@@ -118,13 +121,14 @@ def hide_pairs(
             inside = query0 + row < num_queries
             low = tl.load(lists.low + query0 + row, mask=inside, other=0)
             high = tl.load(lists.high + query0 + row, mask=inside, other=0)
-            good = good & ((mask < 0) | ((key0 + key >= low) & (key0 + key < high)))
+            good = good & ((mask_index < 0) | ((key0 + key >= low) & (key0 + key < high)))
         if MASKS == 2:
             WORDS: tl.constexpr = K_BLOCK // 32
             word = tl.arange(0, KEYS // 32)[:, None] if TRANSPOSED else tl.arange(0, KEYS // 32)[None, :]
-            at = lists.bits + tl.maximum(mask, 0).to(tl.int64) * (Q_BLOCK * WORDS)
+            at = lists.bits + tl.maximum(mask_index, 0).to(tl.int64) * (Q_BLOCK * WORDS)
             at += (query0 % Q_BLOCK + row) * WORDS + key0 % K_BLOCK // 32 + word
-            words = tl.load(at, mask=(row >= 0) & (word >= 0) & (mask >= 0), other=-1)
+            # rows and words are never negative; they give the condition its shape
+            words = tl.load(at, mask=(row >= 0) & (word >= 0) & (mask_index >= 0), other=-1)
             if TRANSPOSED:
                 bits = tl.reshape((words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1, (KEYS, ROWS))
             else:

@@ -77,9 +77,10 @@ def ring_call(settings: CallSettings) -> RingCall:
 
 
 class Agreed(NamedTuple):
-    """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: ``Session.agreed`` until they forget it, None in one
-    process; ``kind``: of call, its key in ``among``; ``handshake``: the one in which they agreed on the kind; ``number``, ``arguments``: of
-    ``Session.enter``."""
+    """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: the ``Session.agreed`` they agreed in, since another
+    one means that the ranks have forgotten, None in one process; ``kind``: of call, its key in ``among``; ``handshake``: the one in which
+    they agreed on the kind; ``number``,
+    ``arguments``: of ``Session.enter``."""
 
     seq_len: int
     among: object = None
@@ -105,6 +106,7 @@ def agreed_call(
     function = "ring_attention"
     if settings.blocks:
         function = "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
+    # dense attention is one segment of that length
     elif settings.pattern.segment_lengths[0] < MAX_LENGTH:
         function = "ring_dilated_attention"
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not
@@ -137,20 +139,21 @@ def agreed_call(
     }
     pattern = pattern_from_spec(settings.blocks) if settings.blocks else None
     # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
-    of_function = pattern if pattern is not None and pattern.lives_here else None
+    live_pattern = pattern if pattern is not None and pattern.lives_here else None
     if pattern is not None:
-        name = type(pattern).__name__ if of_function else settings.blocks
+        name = type(pattern).__name__ if live_pattern else settings.blocks
         same |= {"branches": settings.branches, "pattern": name, "block_size": pattern.block_size}
     elif settings.branches is not None:
         names = "segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"
         same |= zip(names, [list(x) if isinstance(x, tuple) else x for x in settings.branches], strict=True)
     arguments = {name: str(value) for name, value in same.items()}
-    # the name of a pattern that holds a function may be given again once it is gone
-    kind = (*arguments.values(), of_function)
+    # with the pattern itself, so that its name cannot be given again: once a function is gone, another may get it
+    kind = (*arguments.values(), live_pattern)
     arguments |= {"layout": short_name(ring.layout), "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None"}
     if bounds is not None:
         arguments["cu_seqlens"] = _shortened(bounds)
-    handshake, seq_len = session.agreed.get(kind) if ring.seq_len >= 0 else None, ring.seq_len
+    handshake = session.agreed.get(kind) if ring.seq_len >= 0 else None
+    seq_len = ring.seq_len
     if handshake is None:
         handshake = session.handshakes
         held = agree(members, arguments, q.shape[1], ring.timeout)
@@ -166,12 +169,13 @@ def agreed_call(
 
 
 def agree_on_kernels(members: Members, agreed: Agreed, kernels: Callable[[], Mapping[str, str]], ring: RingCall) -> None:
-    """Checks, before any rank sends anything, that all have kernels and what else ``kernels`` returns of them is equal; else ValueError.
-    Once for a kind, or for a length where the blocks are those of a function. Then the ranks have agreed on the kind."""
+    """Checks, before any rank sends anything, that what ``kernels`` returns, such as whether a rank has any, is equal on all; else
+    ValueError. Once for a kind, or for a length where the blocks are those of a function. Then the ranks have agreed on the kind."""
     if members.group is None:
         return
-    session, (function, *_, of_function) = session_of(members, ring.timeout), agreed.kind
-    settled = agreed.kind, None if of_function is None else agreed.seq_len
+    session, (function, *_, live_pattern) = session_of(members, ring.timeout), agreed.kind
+    # a pair, which no kind is; its number is not read
+    settled = agreed.kind, None if live_pattern is None else agreed.seq_len
     if settled not in session.agreed:
         agree(members, {"function": function, **kernels()}, None, ring.timeout)
         session.remember(settled, 0)

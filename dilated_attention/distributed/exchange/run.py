@@ -38,7 +38,8 @@ def _wide(lines: torch.Tensor) -> torch.Tensor:
 
 
 class AtHand:
-    """``own``: the rank's K and V (B, n, heads, D); ``keys``: K and V (B, rows, heads, D) of the memory, once they are waited for."""
+    """Keys that need no exchange; ``Arrival``: those that do. ``own``: the rank's K and V (B, n, heads, D); ``keys``: K and V (B, rows,
+    heads, D) of the memory, once they are waited for."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.own = self.keys = k, v
@@ -55,7 +56,8 @@ class Arrival(AtHand):
         super().__init__(step.of_heads(k), step.of_heads(v))
         self._step: Step | None = None if step.is_own else step
         self._transfer: Exchange | None = None
-        k, width = self.own[0], step.width * k.shape[0] * 2 * k.shape[3]
+        k = self.own[0]
+        width = step.width * k.shape[0] * 2 * k.shape[3]
         self._came: torch.Tensor | None = k.new_empty((step.place.total, width))
         if step.send.total or step.place.total:
             assert wire is not None, "one process has nobody to exchange with"
@@ -97,7 +99,8 @@ class Returning:
             self._transfer = wire.start(_wide(sent), step.place.counts, _wide(self._came), step.send.counts, what)
 
     def add_to(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Writes the sums of all contributions, once they have come, into the step's heads of dk and dv (B, n, Hk, D)."""
+        """Writes the sums of all contributions, once they have come, into the step's heads of dk and dv (B, n, Hk, D); adds them where the
+        step has only some of the rank's rows, as every step beside a layer on its own keys has."""
         if self._transfer is not None:
             self._transfer.wait()
         to = self._step.of_heads(dk), self._step.of_heads(dv)
@@ -107,7 +110,7 @@ class Returning:
 def forward(work: Any, steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, wire: Wire | None) -> None:
     """Runs all steps of a ``Work``; what needs the rank's own keys alone while the first keys are in flight."""
     arrivals = deque(Arrival(step, k, v, wire, "forward") for step in steps[:AHEAD])
-    work.home(AtHand(k, v), False)
+    work.home(AtHand(k, v), is_backward=False)
     for index in range(len(steps)):
         work.forward(index, arrivals[0])
         arrivals.popleft().wait()
@@ -118,13 +121,13 @@ def forward(work: Any, steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, 
 def backward(work: Any, steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, wire: Wire | None) -> Pair:
     """Runs all steps and returns (dk, dv) of this rank's keys, in their dtype."""
     arrivals = deque(Arrival(step, k, v, wire, "backward") for step in steps[:AHEAD])
-    to = work.home(AtHand(k, v), True)
+    to = work.home(AtHand(k, v), is_backward=True)
     last: Returning | None = None
     for index, step in enumerate(steps):
         grads = work.backward(index, arrivals[0])
         arrivals.popleft().wait()
         if grads is not None and len(steps) == 1 and step.is_own and not step.send.total:
-            # all there is
+            # no other rank has a share of these gradients
             return grads[0].to(k.dtype), grads[1].to(v.dtype)
         to = to or (torch.empty_like(k, memory_format=torch.contiguous_format), torch.empty_like(v, memory_format=torch.contiguous_format))
         back = Returning(step, grads, k, wire)

@@ -46,6 +46,7 @@ def pieces_of(
     first_row = 0
     for start, end in documents or ((0, num_keys),):
         keys = slice(start, end)
+        # packed documents attend to themselves, without query_offset
         rows = slice(0, num_queries) if documents is None else keys
         length = front + rows.stop - rows.start
         if kept is None:
@@ -53,6 +54,7 @@ def pieces_of(
                 pattern, end - start, num_heads, first_query=first_query, num_queries=length, is_causal=settings.is_causal, device=device
             )
         else:
+            # what follows the document's rows is not read
             of_document = kept[:, :, first_row:]
             lists = lists_of_kept(of_document, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
             first_row += lists.num_rows
@@ -65,6 +67,7 @@ def request_of(lists: BlockLists, views: tuple[Tensor, ...], settings: CallSetti
         views,
         settings,
         is_backward,
+        # the positions that they span
         max(lists.num_queries, lists.num_keys),
         key_mask=key_mask,
         # mean number of keys that a row keeps

@@ -8,7 +8,7 @@ from dilated_attention.pattern.checks import as_int
 
 
 def check_coords_dtype(name: str, coords: torch.Tensor) -> None:
-    if coords.dtype in (torch.float16, torch.bfloat16) or coords.dtype is torch.bool or coords.is_complex():
+    if (coords.is_floating_point() and coords.itemsize < 4) or coords.dtype is torch.bool or coords.is_complex():
         raise TypeError(f"{name} has dtype {coords.dtype}, which does not hold pixel coordinates; use float32 or int64")
 
 
@@ -45,6 +45,8 @@ def grid_positions(
     if embed_dim % 4:
         raise ValueError(f"embed_dim is {embed_dim}; expected a multiple of 4: a sine and a cosine for each of two coordinates")
     check_coords_dtype("coords", coords)
+    if not coords.ndim or coords.shape[-1] != 2:
+        raise ValueError(f"coords has shape {tuple(coords.shape)}; expected (…, 2), x and y of each tile in pixels")
     # in 64 bits, because a narrower integer may not be able to hold the tile size
     coords = coords if coords.is_floating_point() else coords.long()
     cells = coords.div(tile_size, rounding_mode="floor")

@@ -11,7 +11,7 @@ from dilated_attention.pattern.blocks.base import FULL, BlockPattern, Blocks, Gr
 from dilated_attention.pattern.blocks.random import checked_seed, hashed
 from dilated_attention.pattern.blocks.window import LocalWindow
 
-# the key of blocks that the window does not reach; larger than the distance of any two positions
+# in place of the distance of blocks that the window does not reach; larger than the distance of any two positions
 _NO_WINDOW = 2**40
 
 
@@ -24,7 +24,7 @@ class GlobalLocal(LocalWindow):
         global_tokens: positions 0 … global_tokens − 1 are global.
 
     Differs from the paper: global positions use the same projections as the others, and are the first ones. If ``global_tokens`` is a
-    multiple of the block size, it needs no masks of single pairs.
+    multiple of the block size, global positions need no masks of single pairs.
     """
 
     shares_lists = True
@@ -39,7 +39,8 @@ class GlobalLocal(LocalWindow):
         return near | (queries < self.global_tokens) | (keys < self.global_tokens)
 
     def stretches(self, grid: Grid, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the kept columns of rows: [0, globals) and then [low, high). Rows with a global position keep everything."""
+        """Returns (end, low, high) of rows, whose kept columns are [0, end) and then [low, high). Rows with a global position keep
+        everything."""
         low, high = self.stretch(grid, row)
         is_global, num_globals = row * grid.q_block < self.global_tokens, min(-(-self.global_tokens // grid.k_block), grid.num_columns)
         low, high = torch.where(is_global, 0, low), torch.where(is_global, grid.num_columns, high)
@@ -47,13 +48,16 @@ class GlobalLocal(LocalWindow):
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         num_globals, low, high = self.stretches(grid, grid.rows())
+        # two ranges of a row
         index, column = expand(torch.stack([torch.zeros_like(low), low], 1).flatten(), torch.stack([num_globals, high], 1).flatten())
         return torch.zeros_like(index), index // 2 + grid.first_row, column
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, distance = super().classify(grid, head, row, column)
+        # of the first and the last position of a block
         some_query, every_query, some_key, every_key = (end < self.global_tokens for end in (*grid.queries(row), *grid.keys(column)))
-        # if global positions end inside the block, its row (column) determines where
+        # if global positions end inside the block, its row (column) determines where. A block that window and global positions fill only
+        # together counts as partial, with a mask that keeps every pair
         key = torch.where(state > 0, distance, _NO_WINDOW) * 4 + some_query * 2 + some_key
         return state_of((state > 0) | some_query | some_key, (state == FULL) | every_query | every_key), key
 
@@ -110,15 +114,17 @@ class BigBird(GlobalLocal):
         # a row cannot draw more than all columns of the sequence
         most = min(self.random_blocks, max(grid.num_columns, 1))
         # where every row takes all columns that are left, there is nothing to draw
-        draws_all, shape = most == grid.num_columns, torch.broadcast_shapes(head.shape, row.shape)
+        draws_all = most == grid.num_columns
+        shape = torch.broadcast_shapes(head.shape, row.shape)
         random = () if draws_all else hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
+        # 0 … free − 1 count the free columns, first those between the global positions and the window
         numbers: list[Tensor] = []
         for number in range(most):
             # each draw has one more number to choose from; a duplicate is replaced by that number, which cannot have been drawn before
-            newest = free - count + number
-            drawn = head.new_full(shape, number) if draws_all else random[number] % (newest + 1).clamp(min=1)
+            last_number = free - count + number
+            drawn = head.new_full(shape, number) if draws_all else random[number] % (last_number + 1).clamp(min=1)
             for earlier in () if draws_all else numbers:
-                drawn = torch.where(earlier == drawn, newest, drawn)
+                drawn = torch.where(earlier == drawn, last_number, drawn)
             numbers.append(torch.where(count > number, drawn, -1))
         x, between = torch.stack(numbers, -1), between[..., None]
         return torch.where(x < 0, -1, x + torch.where(x < between, num_globals[..., None], high[..., None] - between))
@@ -150,9 +156,9 @@ class BigBird(GlobalLocal):
         return super().allowed(queries, keys, heads, num_positions)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        _, row, column = super().columns(grid, heads)
+        own = _, row, column = super().columns(grid, heads)
         if not self.random_blocks:
-            return torch.zeros_like(row), row, column
+            return own
         group, rows = grid.range(0, len(heads))[:, None], grid.rows()
         shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
         draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
