@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Options, accumulation_dtype
+from dilated_attention.backends.base import Backend, Keys, Options, Views, accumulation_dtype
 
 # a kernel's forward and backward; the arguments are tensors, options, dlse (backward only) and pairs
 RawForward = Callable[..., tuple[Tensor, Tensor]]
@@ -40,6 +40,17 @@ class ContainedBackend(Backend):
 
     The dense functions take ``pairs``: bool (P, L or 1, S), True where the pair is kept; None where all are.
     """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        assert keys is None, "the capabilities declare no lists and no bounds"
+        return self.dense_forward(q, k, v, options)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert keys is None, "the capabilities declare no lists and no bounds"
+        return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
 
     @abstractmethod
     def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:

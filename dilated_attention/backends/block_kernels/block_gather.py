@@ -55,7 +55,7 @@ class GatheringBackend(ContainedBackend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
         if keys is None:
-            return self.dense_forward(q, k, v, options)
+            return super().forward(q, k, v, options)
         assert isinstance(keys, BlockLists)
         with torch.no_grad():
             B, Nq, H, _ = q.shape
@@ -80,7 +80,7 @@ class GatheringBackend(ContainedBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns (dq, dk, dv); of lists, dk and dv in float32 (float64 for float64)."""
         if keys is None:
-            return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
+            return super().backward(dout, q, k, v, out, lse, options, dlse=dlse)
         assert isinstance(keys, BlockLists)
         with torch.no_grad():
             dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

@@ -1,7 +1,8 @@
 """The base class of block-sparse patterns: their definition by positions, their kept blocks row by row, and their counts.
 
 A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
-each may be shorter. A new pattern is one class with two methods: ``allowed`` and ``columns``. ``classify`` is derived from ``allowed``,
+each may be shorter. A new pattern is one class with two methods: ``allowed`` and ``columns``, or of whole blocks
+(``WholeBlocks``) ``keeps`` and ``columns``. ``classify`` is derived from ``allowed``,
 pair by pair; a class for long sequences, or one that derives from a class with its own, writes it.
 """
 
