@@ -280,6 +280,11 @@ def test_the_exchange_is_explained() -> None:
     assert table == explain_exchange(4096, 2, layout="zigzag", **sizes)
     with pytest.raises(ValueError, match="layout is 'diagonal'"):
         explain_exchange(4096, 2, layout="diagonal", **sizes)
+    # 8 MiB of K and V a head, of which two steps are held; in training their gradients, too
+    for needs_grad, held in ((False, 88), (True, 176)):
+        text = explain_exchange(16384, 4, num_heads=16, needs_grad=needs_grad)
+        assert "in steps of [6, 5, 5] key/value heads; a process receives at most 96.0 MiB" in text
+        assert f"and holds {held}.0 MiB at a time" in text
 
 
 def test_former_exchanges_run_as_auto_and_say_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
