@@ -210,6 +210,8 @@ def test_longvit_as_a_bare_backbone_or_a_classifier() -> None:
     model = load_torchscale({f"module.{name}": value for name, value in weights.items()}, **VIT)
     pooled = reference.norm(exact, "fc_norm", patches(exact, "model.", images).mean(1), 1e-5)
     torch.testing.assert_close(model(images).double(), reference.linear(exact, "head", pooled), **CLOSE)
+    # what an epsilon changes is below the tolerance
+    assert model.config.norm_eps == 1e-5
 
 
 def test_longvit_as_its_pretraining_writes_it() -> None:
@@ -221,7 +223,9 @@ def test_longvit_as_its_pretraining_writes_it() -> None:
     images = normal(1, 3, 24, 24)
     true = reference.norm(exact, "backbone.norm", patches(exact, "backbone.", images), 1e-6).mean(1)
     for part in ("teacher", "student"):
-        torch.testing.assert_close(load_torchscale(saved, part=part, **VIT)(images).double(), true, **CLOSE)
+        model = load_torchscale(saved, part=part, **VIT)
+        torch.testing.assert_close(model(images).double(), true, **CLOSE)
+        assert model.config.norm_eps == 1e-6
     fresh = load_torchscale(backbone, num_classes=7, image_size=48, **VIT)
     assert (fresh.config.pooling, fresh.config.image_size, fresh.config.grid) == ("mean_norm", 48, 12)
     assert fresh(normal(1, 3, 48, 48)).shape == (1, 7)
