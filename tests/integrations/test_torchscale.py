@@ -232,6 +232,30 @@ def test_longvit_as_its_pretraining_writes_it() -> None:
     torch.testing.assert_close(fresh.positions, resized_positions(backbone["backbone.pos_embed"], 12))
 
 
+# options that change no result of these tests: below the tolerance, in training or at another length
+RATES: dict[str, float] = {"drop_path": 0.2, "layer_norm_eps": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("maker", "settings", "options"),
+    [
+        (lambda: language_model(False), STACK | {"kind": "decoder"}, RATES | {"dropout": 0.3, "attention_dropout": 0.4}),
+        (slide_weights, SLIDE, RATES | {"dropout": 0.3, "norm_eps": 1e-4, "tile_size": 512}),
+        (lambda: longvit_weights("model.", norm="fc_norm"), VIT, RATES | {"norm_eps": 1e-4}),
+    ],
+    ids=["decoder", "slides", "longvit"],
+)
+def test_options_reach_the_configuration(maker: Any, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    config = load_torchscale(maker().weights, **settings, **options).config
+    found = {name: getattr(config if hasattr(config, name) else config.encoder, name) for name in options}
+    assert found == options
+
+
+def test_options_reach_a_layer() -> None:
+    layer = load_torchscale(attention_of(4)[0], **STACK, layer_norm_eps=1e-3, dropout=0.3)
+    assert (layer.inner_attn_ln.eps, layer.attention.dropout) == (1e-3, 0.3)
+
+
 # errors
 
 
@@ -434,7 +458,9 @@ def test_from_a_module() -> None:
     true = reference.encoder(double(weights), x.double(), Shape(4, (16, 64), (1, 4)))
     model = from_torchscale(stack_stub(weights, arguments()))
     assert isinstance(model, LongNetEncoder)
-    assert (model.config.dropout, model.config.drop_path) == (0.1, 0.2)
+    other = from_torchscale(stack_stub(weights, arguments(layernorm_eps=1e-3, attention_dropout=0.3, activation_fn="relu"))).config
+    for config, told in ((model.config, (0.1, 0.0, 0.2, 1e-5, "gelu")), (other, (0.1, 0.3, 0.2, 1e-3, "relu"))):
+        assert (config.dropout, config.attention_dropout, config.drop_path, config.layer_norm_eps, config.ffn) == told
     torch.testing.assert_close(model(x).double(), true, **CLOSE)
     wrapped = nn.Module()
     wrapped.module = stack_stub(weights, arguments(), encoder_attn=None)
