@@ -440,8 +440,9 @@ def arguments(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**values | changes)
 
 
-def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer: Any) -> Stub:
-    stack = Stub(weights, args=args, embed_scale=1.0)
+def dressed(stack: Any, args: SimpleNamespace, **layer: Any) -> Any:
+    """A stub of a stack with what one of TorchScale's has beside weights."""
+    stack.args, stack.embed_scale = args, 1.0
     first = stack.layers
     inner = nn.ModuleList([getattr(first, name) for name in sorted(first._modules, key=int)])
     stack.layers = inner
@@ -451,6 +452,10 @@ def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer:
     inner[0].self_attn.num_heads = 4
     inner[0].self_attn.gathering = None
     return stack
+
+
+def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer: Any) -> Any:
+    return dressed(Stub(weights), args, **layer)
 
 
 def test_from_a_module() -> None:
@@ -479,3 +484,27 @@ def test_from_a_module() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             from_torchscale(module)
+
+
+def test_from_a_module_around_a_stack() -> None:
+    """Its own settings and the stack's are those that loading its weights is given."""
+    slides, images = slide_weights().weights, longvit_weights("model.", norm="fc_norm").weights
+    own: dict[str, Any] = {"tile_size": 512, "global_pool": True}
+    foreign = Stub(slides, slide_ngrids=30, **own)
+    dressed(foreign.encoder, arguments(layernorm_eps=1e-3))
+    foreign.norm.eps = 1e-4
+    common: dict[str, Any] = {"num_heads": 4, **BRANCHES, "drop_path": 0.2, "layer_norm_eps": 1e-3, "norm_eps": 1e-4}
+    assert from_torchscale(foreign).config == load_torchscale(slides, **common, **own, grid_size=30, dropout=0.1).config
+    foreign = Stub(images)
+    dressed(foreign.model.encoder, arguments(layernorm_eps=1e-3, dropout=0.0))
+    foreign.fc_norm.eps = 1e-4
+    assert from_torchscale(foreign).config == load_torchscale(images, **common).config
+    foreign.model.encoder.args.dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropout of Stub is not 0\.0"):
+        from_torchscale(foreign)
+    weights = attention_of(4)[0]
+    foreign = Stub(weights, args=arguments(layernorm_eps=1e-3), num_heads=4, gathering=None, dropout=0.3)
+    layer = from_torchscale(foreign)
+    assert (layer.inner_attn_ln.eps, layer.attention.dropout, layer.attention.pattern.branches) == (1e-3, 0.3, ((16, 1), (64, 4)))
+    with pytest.raises(TypeError, match="is not dilated; load the encoder or decoder around it"):
+        from_torchscale(Stub(weights, args=arguments(), num_heads=4))
