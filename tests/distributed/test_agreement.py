@@ -178,6 +178,11 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "ring_block_sparse_attention: ranks disagree on pattern: ",
     ),
     "head_steps": ({"function": "blocks"}, {"function": "blocks", "head_steps": 4}, "ranks disagree on head_steps: "),
+    "other documents": (
+        {"cu_seqlens": torch.tensor([0, 100, N], dtype=torch.int32)},
+        {"cu_seqlens": torch.tensor([0, 101, N], dtype=torch.int32)},
+        "ring_attention: ranks disagree on cu_seqlens: ",
+    ),
 }
 
 

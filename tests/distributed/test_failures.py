@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +297,22 @@ def test_a_group_that_failed_is_refused_at_once(tmp_path: Path) -> None:
     ends = play(Machine("gloo", 2), two_failures, folder=tmp_path)
     assert ends[0].error.startswith("RingError: rank 0: ring forward, hop 0: K and V: receiving 3.81 MiB from rank 1 failed after ")
     assert ends[0].seconds >= TIMEOUT and ends[1].code == 0
+
+
+def test_the_messages_of_an_exchange_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three peers that are each 4 s late have 10 s together."""
+    clock, limits = [0.0], list[float]()
+
+    class Late:
+        def wait(self, limit: datetime.timedelta) -> bool:
+            limits.append(limit.total_seconds())
+            clock[0] += 4.0
+            return True
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    wire: Any = SimpleNamespace(timeout=10.0, on_gpu=False, waits=False)
+    Exchange(wire, 1, "K and V", (0, 1, 2), (torch.zeros(1),), works=[(Late(), (peer,), "receiving") for peer in range(3)]).wait()
+    assert limits == [10.0, 6.0, 2.0]
 
 
 def dies_before(rank: int, world: int, victim: int) -> None:

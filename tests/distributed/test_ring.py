@@ -148,6 +148,8 @@ def test_branches_that_cross_ranks(world: int) -> None:
         for heads, kv_heads in ((4, 4), (4, 2), (8, 1))
         for is_causal in (False, True)
     ]  # fmt: skip
+    # heads of one key/value head at one offset, other key/value heads at others
+    spreads.append(spread_of(DilatedPattern((8, 2 * n), (1, 4), "blocked"), n, heads=8, kv_heads=4, exchange="all_gather"))
     pool = pool_of(world)
     pool.run(other_ways, 0)
     try:

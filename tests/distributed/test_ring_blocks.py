@@ -149,6 +149,12 @@ def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
     check(pool_of(2), [Spread(case=case), Spread(case=case, head_steps=2)])
 
 
+def test_a_segment_that_begins_within_a_block_is_counted_from_its_own_first_position() -> None:
+    """The last rank's memory begins with that block, 32 positions before the segment, and is shorter than a segment."""
+    case = case_of(LocalWindow(0, block_size=64), 240, is_causal=True, branches=DilatedPattern((160,), (1,)))
+    check(pool_of(3), [Spread(case=case)])
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_zero_keys_of_a_tail_are_those_of_one_process(world: int) -> None:
     """The definition by a mask has none."""

@@ -27,6 +27,7 @@ from dilated_attention import (
 )
 from dilated_attention.backends import registry
 from dilated_attention.distributed import Layout, explain_exchange
+from dilated_attention.distributed.exchange import setup
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients
 from dilated_attention.modules import set_layout
 from dilated_attention.pattern import BigBird, LocalWindow
@@ -280,6 +281,23 @@ def test_the_exchange_is_explained() -> None:
     assert table == explain_exchange(4096, 2, layout="zigzag", **sizes)
     with pytest.raises(ValueError, match="layout is 'diagonal'"):
         explain_exchange(4096, 2, layout="diagonal", **sizes)
+    # 8 MiB of K and V a head, of which two steps are held; in training their gradients, too
+    for needs_grad, held in ((False, 88), (True, 176)):
+        text = explain_exchange(16384, 4, num_heads=16, needs_grad=needs_grad)
+        assert "in steps of [6, 5, 5] key/value heads; a process receives at most 96.0 MiB" in text
+        assert f"and holds {held}.0 MiB at a time" in text
+
+
+def test_setups_are_forgotten_where_they_are_too_many_or_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "_setups", {})
+    monkeypatch.setattr(setup, "MAX_CACHED_BYTES", 100)
+    monkeypatch.setattr(setup, "MOST_SETUPS", 3)
+    kept = []
+    for kind, nbytes in enumerate((60, 40, 1, 30, 30, 30, 0)):
+        one = setup.RingSetup(steps=(), nbytes=nbytes, exchanges=False, layers=())
+        assert all(setup.cached_setup(kind, lambda one=one: one) is one for _ in range(2))
+        kept.append([*setup._setups])
+    assert kept == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [5, 6]]
 
 
 def test_former_exchanges_run_as_auto_and_say_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

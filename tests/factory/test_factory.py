@@ -143,6 +143,14 @@ def test_summary_counts_what_the_model_has() -> None:
     # the largest length that fits does, and one more does not
     plain = footprint(model.config, model.num_parameters)
     assert plain.total(plain.fits(2**30)) <= 0.9 * 2**30 < plain.total(plain.fits(2**30) + 1)
+    # branches' outputs, saved for a detached gradient: of every layer, or at the peak of the one that is computed again
+    outputs = int(2 * 128 * sum(1 / rate for rate in model.config.dilation_rates))
+    for is_less, layers in ((False, 3), (True, 1)):
+        exact, detached = (
+            footprint(dataclasses.replace(model.config, mixture_grad=grad), 0, checkpoint_activations=is_less)
+            for grad in ("exact", "detached")
+        )
+        assert detached.total(1) - exact.total(1) == layers * outputs
 
 
 def test_attention_presets_are_the_published_settings() -> None:

@@ -50,8 +50,9 @@ def test_random_weights_only_where_they_are_asked_for(weights: tuple[Maker, str]
     assert gigapath.create_model("", SMALL, 20)(torch.randn(1, 3, 20), torch.zeros(1, 3, 2))[0].shape == (1, 64)
     with pytest.raises(FileNotFoundError, match="no-such"):
         gigapath.create_model("no-such.pth", SMALL, 20)
-    with pytest.raises(ValueError, match="2 layers of width 64 on 20 channels; gigapath_slide_enc12l768d with in_chans=1536 has 12 of 768"):
-        gigapath.create_model(file, "gigapath_slide_enc12l768d", 1536)
+    for arch, in_chans, layers in (("gigapath_slide_enc12l768d", 20, "12 of 768"), (SMALL, 1536, "2 of 64")):
+        with pytest.raises(ValueError, match=f"2 layers of width 64 on 20 channels; {arch} with in_chans={in_chans} has {layers}"):
+            gigapath.create_model(file, arch, in_chans)
     for name, options in (("in_chans", {"in_chans": -1}), ("slide_ngrids", {"slide_ngrids": 0}), ("drop_path_rate", {"drop_path_rate": 2})):
         with pytest.raises(ValueError, match=f"{name} is"):
             gigapath.create_model("", SMALL, **{"in_chans": 20} | options)

@@ -210,6 +210,8 @@ def test_longvit_as_a_bare_backbone_or_a_classifier() -> None:
     model = load_torchscale({f"module.{name}": value for name, value in weights.items()}, **VIT)
     pooled = reference.norm(exact, "fc_norm", patches(exact, "model.", images).mean(1), 1e-5)
     torch.testing.assert_close(model(images).double(), reference.linear(exact, "head", pooled), **CLOSE)
+    # what an epsilon changes is below the tolerance
+    assert model.config.norm_eps == 1e-5
 
 
 def test_longvit_as_its_pretraining_writes_it() -> None:
@@ -221,11 +223,37 @@ def test_longvit_as_its_pretraining_writes_it() -> None:
     images = normal(1, 3, 24, 24)
     true = reference.norm(exact, "backbone.norm", patches(exact, "backbone.", images), 1e-6).mean(1)
     for part in ("teacher", "student"):
-        torch.testing.assert_close(load_torchscale(saved, part=part, **VIT)(images).double(), true, **CLOSE)
+        model = load_torchscale(saved, part=part, **VIT)
+        torch.testing.assert_close(model(images).double(), true, **CLOSE)
+        assert model.config.norm_eps == 1e-6
     fresh = load_torchscale(backbone, num_classes=7, image_size=48, **VIT)
     assert (fresh.config.pooling, fresh.config.image_size, fresh.config.grid) == ("mean_norm", 48, 12)
     assert fresh(normal(1, 3, 48, 48)).shape == (1, 7)
     torch.testing.assert_close(fresh.positions, resized_positions(backbone["backbone.pos_embed"], 12))
+
+
+# options that change no result of these tests: below the tolerance, in training or at another length
+RATES: dict[str, float] = {"drop_path": 0.2, "layer_norm_eps": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("maker", "settings", "options"),
+    [
+        (lambda: language_model(False), STACK | {"kind": "decoder"}, RATES | {"dropout": 0.3, "attention_dropout": 0.4}),
+        (slide_weights, SLIDE, RATES | {"dropout": 0.3, "norm_eps": 1e-4, "tile_size": 512}),
+        (lambda: longvit_weights("model.", norm="fc_norm"), VIT, RATES | {"norm_eps": 1e-4}),
+    ],
+    ids=["decoder", "slides", "longvit"],
+)
+def test_options_reach_the_configuration(maker: Any, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    config = load_torchscale(maker().weights, **settings, **options).config
+    found = {name: getattr(config if hasattr(config, name) else config.encoder, name) for name in options}
+    assert found == options
+
+
+def test_options_reach_a_layer() -> None:
+    layer = load_torchscale(attention_of(4)[0], **STACK, layer_norm_eps=1e-3, dropout=0.3)
+    assert (layer.inner_attn_ln.eps, layer.attention.dropout) == (1e-3, 0.3)
 
 
 # errors
@@ -412,8 +440,9 @@ def arguments(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**values | changes)
 
 
-def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer: Any) -> Stub:
-    stack = Stub(weights, args=args, embed_scale=1.0)
+def dressed(stack: Any, args: SimpleNamespace, **layer: Any) -> Any:
+    """A stub of a stack with what one of TorchScale's has beside weights."""
+    stack.args, stack.embed_scale = args, 1.0
     first = stack.layers
     inner = nn.ModuleList([getattr(first, name) for name in sorted(first._modules, key=int)])
     stack.layers = inner
@@ -425,12 +454,18 @@ def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer:
     return stack
 
 
+def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer: Any) -> Any:
+    return dressed(Stub(weights), args, **layer)
+
+
 def test_from_a_module() -> None:
     weights, x = encoder_weights(), normal(1, 30, 32)
     true = reference.encoder(double(weights), x.double(), Shape(4, (16, 64), (1, 4)))
     model = from_torchscale(stack_stub(weights, arguments()))
     assert isinstance(model, LongNetEncoder)
-    assert (model.config.dropout, model.config.drop_path) == (0.1, 0.2)
+    other = from_torchscale(stack_stub(weights, arguments(layernorm_eps=1e-3, attention_dropout=0.3, activation_fn="relu"))).config
+    for config, told in ((model.config, (0.1, 0.0, 0.2, 1e-5, "gelu")), (other, (0.1, 0.3, 0.2, 1e-3, "relu"))):
+        assert (config.dropout, config.attention_dropout, config.drop_path, config.layer_norm_eps, config.ffn) == told
     torch.testing.assert_close(model(x).double(), true, **CLOSE)
     wrapped = nn.Module()
     wrapped.module = stack_stub(weights, arguments(), encoder_attn=None)
@@ -449,3 +484,27 @@ def test_from_a_module() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             from_torchscale(module)
+
+
+def test_from_a_module_around_a_stack() -> None:
+    """Its own settings and the stack's are those that loading its weights is given."""
+    slides, images = slide_weights().weights, longvit_weights("model.", norm="fc_norm").weights
+    own: dict[str, Any] = {"tile_size": 512, "global_pool": True}
+    foreign = Stub(slides, slide_ngrids=30, **own)
+    dressed(foreign.encoder, arguments(layernorm_eps=1e-3))
+    foreign.norm.eps = 1e-4
+    common: dict[str, Any] = {"num_heads": 4, **BRANCHES, "drop_path": 0.2, "layer_norm_eps": 1e-3, "norm_eps": 1e-4}
+    assert from_torchscale(foreign).config == load_torchscale(slides, **common, **own, grid_size=30, dropout=0.1).config
+    foreign = Stub(images)
+    dressed(foreign.model.encoder, arguments(layernorm_eps=1e-3, dropout=0.0))
+    foreign.fc_norm.eps = 1e-4
+    assert from_torchscale(foreign).config == load_torchscale(images, **common).config
+    foreign.model.encoder.args.dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropout of Stub is not 0\.0"):
+        from_torchscale(foreign)
+    weights = attention_of(4)[0]
+    foreign = Stub(weights, args=arguments(layernorm_eps=1e-3), num_heads=4, gathering=None, dropout=0.3)
+    layer = from_torchscale(foreign)
+    assert (layer.inner_attn_ln.eps, layer.attention.dropout, layer.attention.pattern.branches) == (1e-3, 0.3, ((16, 1), (64, 4)))
+    with pytest.raises(TypeError, match="is not dilated; load the encoder or decoder around it"):
+        from_torchscale(Stub(weights, args=arguments(), num_heads=4))

@@ -283,6 +283,7 @@ def stepped(tokens: torch.Tensor) -> object:
         (lambda: KVCache(model(), 1, 1000), "LongNetConfig"),  # type: ignore[arg-type]
         (call_of(frozen("xpos", xpos_scale_base=0.1)), "XPOS overflows"),
         (call_of(frozen(), KVCache(model("uneven", num_kv_heads=2).config, 2, 30)), "another pattern; make it with this model's config"),
+        (call_of(frozen(), KVCache(model(rotary_base=500.0).config, 2, 30)), "another rotary_base; make it"),
         (
             call_of(frozen(), KVCache(model().config, 2, 30, dtype=torch.bfloat16)),
             r"the cache holds torch.bfloat16 .* make the cache with dtype=torch.float32",

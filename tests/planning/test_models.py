@@ -40,10 +40,12 @@ def test_a_models_plan_has_what_training_needs() -> None:
 def test_flops_are_those_of_the_weights_and_of_the_pairs() -> None:
     """6 per matrix parameter and position, of which a table that is only looked up has none, and 12·E per pair of a layer and head."""
     for tied in (True, False):
-        found, config = tiny(4096, tie_embeddings=tied), create_model("longnet-tiny", device="meta").config
+        found, model = tiny(4096, tie_embeddings=tied), create_model("longnet-tiny", device="meta", tie_embeddings=tied)
+        config = model.config
         weights = found.parameters - (0 if tied else config.vocab_size * config.embed_dim)
         attended = 12 * config.embed_dim * config.num_layers * config.pattern.pairs(4096, is_causal=True)
         assert found.flops == pytest.approx(6 * weights * 4096 + attended, rel=0.05)
+        assert 4096 * model.summary().training_flops(4096) == pytest.approx(6 * weights * 4096 + attended, rel=1e-3)
 
 
 def test_layers_that_differ_add_up() -> None:
