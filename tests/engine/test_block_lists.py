@@ -63,8 +63,7 @@ def test_lists_are_the_dense_mask(name: str, is_causal: bool) -> None:
     for n in LENGTHS:
         for block_size in BLOCK_SIZES if n > 200 else (64, (128, 64)):
             pattern = simple_patterns(n, block_size)[name]
-            lists = check(pattern, n, is_causal)
-            assert pattern.mask_bytes(n, HEADS, is_causal=is_causal) == lists.nbytes
+            check(pattern, n, is_causal)
             if n > 256:
                 # to the end of one length and within the other
                 check(pattern, n, is_causal, first_query=128, num_queries=None if n == 300 else 100)

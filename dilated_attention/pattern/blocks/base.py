@@ -367,13 +367,6 @@ class BlockPattern(Pattern):
 
         return count_pairs(self, num_positions, num_heads, is_causal=is_causal)
 
-    def mask_bytes(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
-        """Returns the bytes of the lists and masks that kernels read for this pattern."""
-        from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
-
-        whole = kept_blocks(self, self.listed(checked_positions(num_positions)), num_heads, is_causal=is_causal)
-        return whole.of_length(num_positions, num_positions).nbytes
-
     def listed(self, num_positions: int) -> int:
         """Returns for how many positions the lists are built that serve ``num_positions``: of whole blocks if the pattern shares lists."""
         shares = self.shares_lists and self.q_block == self.k_block
