@@ -18,12 +18,12 @@ from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.base import placed
 from dilated_attention.backends.hardware import has_gluon
 from dilated_attention.backends.tiles import run as run_tiles
-from dilated_attention.backends.tiles.call import Prepared, TileCall
+from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk
 from dilated_attention.engine.kernels import tiles
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.testing import Space, inputs, measure, random_case
+from dilated_attention.testing import Case, Space, inputs, measure, random_case
 from tests.helpers.op_settings import calls_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; a GPU has tests of its own")
@@ -55,6 +55,16 @@ def test_random_cases_match_float64(seed: int, dtype: torch.dtype, bias: str, mo
         monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16))
     case = replace(random_case(seed, SPACE), bias=bias)
     assert not [result for result in measure(case, "tiles", dtype) if not result.passes], case
+
+
+@pytest.mark.parametrize("masks", [{}, {"dropout_p": 0.3, "bias": "plane", "padding": "some", "lse_grad": True}], ids=["plain", "masks"])
+@pytest.mark.parametrize("window", [None, (30, None), (None, 30), (40, 25), (25, 0)])
+def test_blocks_that_all_rows_of_a_tile_see(window: Any, masks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed without a mask, before, between and after those that some rows see a part of."""
+    sizes = run_tiles.sizes
+    monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=32, block=16))
+    case = Case(pattern=DilatedPattern((2**62,), (1,), "zero"), num_queries=90, num_keys=90, heads=2, window=window, **masks)
+    assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes]
 
 
 def made(N: int = 24, heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
@@ -153,6 +163,34 @@ def test_a_dense_problem_of_other_lengths_and_strided_lse(dropout_p: float) -> N
     grads = backend.backward(x.dout, x.q, x.k, x.v, out, lse, options)
     for found, true in zip(grads, registry.get("math").backward(x.dout, x.q, x.k, x.v, wanted, wanted_lse, options), strict=True):
         torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
+
+
+def test_a_call_like_one_before_has_its_own_numbers() -> None:
+    """Launches are kept with their numbers; another probability, or a mask of other strides, has launches of its own."""
+    tensors, mask = made(heads=1), torch.arange(48).view(2, 24) % 5 == 1
+    calls = [{"dropout_p": 0.2}, {"dropout_p": 0.6}, {"key_padding_mask": mask}]
+    calls.append({"key_padding_mask": torch.nn.functional.pad(~mask, (0, 9))[:, :24]})
+
+    def called(*, apart: bool) -> list[list[torch.Tensor]]:
+        results = []
+        for i, options in enumerate(calls):
+            if apart or i == 0:
+                prepared.cache_clear()
+                registry.cached.clear()
+            results.append(run(tensors, [24], [1], **options))
+        return results
+
+    for together, alone in zip(called(apart=False), called(apart=True), strict=True):
+        assert all(map(torch.equal, together, alone))
+
+
+@pytest.mark.parametrize("first", [3, 40])
+def test_padding_in_one_half_of_a_block(first: int) -> None:
+    """Blocks of 64 keys are asked whether any of them is padded by two words of 32 bits."""
+    q, k, v, _ = made(64, heads=1, batch=1)
+    padding = torch.zeros(1, 64, dtype=torch.bool)
+    padding[:, first : first + 9] = True
+    torch.testing.assert_close(*(attention(q, k, v, key_padding_mask=padding, backend=name) for name in ("tiles", "math")))
 
 
 @pytest.mark.parametrize(("N", "bounds"), [(0, None), (5, [0, 0, 5, 5])])
