@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from dilated_attention.backends.tiles import ahead
+from dilated_attention.backends.tiles import ahead, call
 from dilated_attention.backends.tiles.call import Tables
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk, counts_of
@@ -71,9 +71,11 @@ def by_table(walk: Walk, of_keys: bool, tile: int, rows: torch.Tensor) -> Places
 
 
 @pytest.mark.parametrize("first", range(0, 12, 6))
-def test_every_result_has_one_place_and_one_tile(first: int) -> None:
+def test_every_result_has_one_place_and_one_tile(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, (tile, right) in itertools.product(range(first, first + 6), ((16, None), (3, 0), (2, None))):
         walk = random_walk(seed)
+        # as many documents at a time as there are, or fewer
+        monkeypatch.setattr(call, "_DOCUMENTS", (512, 2)[seed % 2])
         counts, tables = (counts_of(walk, False, tile), counts_of(walk, True, tile)), Tables(walk, right == 0, tile, torch.device(DEVICE))
         tables.pointers()
         for of_keys, table in zip((False, True), tables.tensors()[1:], strict=True):

@@ -151,6 +151,9 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
     # interpreted kernels take their time
     case = chosen_case(seed, SPACE if dtype is torch.float64 else replace(SPACE, max_length=400))
     x = inputs(case, dtype)
+    if x.key_padding_mask is not None:
+        # whole blocks, too
+        x.key_padding_mask[:, 64:200] = True
     found, expected = choose(case, x), by_loops(case, x)
     rows = expected.shape[2]
     assert torch.equal(unpacked(found[:, :, :rows], expected.shape[-1]), expected)

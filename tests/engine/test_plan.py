@@ -15,6 +15,7 @@ from dilated_attention.backends import Options, detect, registry
 from dilated_attention.engine.branches.launches import Rows, launches_of, problems_at_once
 from dilated_attention.engine.branches.problems import Problem, Shape, problems_of
 from dilated_attention.engine.ops import prepare
+from dilated_attention.factory import EXAMPLES
 from dilated_attention.testing import Space, inputs, random_case
 from tests.helpers.op_settings import calls_of
 from tests.helpers.op_settings import settings as settings_of_call
@@ -129,3 +130,16 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
     needed = max(extent(views_of(problem, x, rows_of(x), max_batch=1)[0]) for problem in plan.problems for x in tensors)
     # one head more than a problem may hold, but no more than all heads of one segment
     assert needed <= extent_of(pattern) <= max(extent(x[:, : 2**23]) for x in tensors)
+
+
+@pytest.mark.parametrize("padding_first", [False, True])
+def test_a_decision_is_that_of_calls_of_one_kind(padding_first: bool) -> None:
+    """It is remembered for all lengths, but not for calls with a mask of keys, which other backends take."""
+    q = torch.empty(1, 2**17, 8, 64, dtype=torch.bfloat16, device="meta")
+
+    def chosen(has_padding: bool) -> str:
+        whole = settings_of_call(branches=((2**17,), (1,), "zero", "all", "mask"))
+        return prepare.make_plan(whole, (q, q, q), False, has_padding=has_padding, hardware=EXAMPLES["hopper"]).backend.name
+
+    names = {has_padding: chosen(has_padding) for has_padding in (padding_first, not padding_first)}
+    assert registry.get(names[True]).capabilities.key_mask and not registry.get(names[False]).capabilities.key_mask

@@ -114,3 +114,15 @@ def test_one_launch_of_a_library_sums_in_float32(kv_heads: int, sums: int) -> No
     )
     assert dict(found.backward)["sums of kernels in float32"] == sums
     assert kv_heads == 16 or found.peak == pytest.approx(2_424_308_736, rel=0.02)
+
+
+def test_branches_take_what_their_formulas_say() -> None:
+    rows = 2 * N * H
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "hardware": EXAMPLES["hopper"], "backend": "sdpa_flash", "batch_size": 2}
+    found = attention_memory(PATTERN, N, H, D, **options)
+    # a quarter of the positions, of the branch that is not the direct one
+    assert dict(found.forward)["parts"] == rows // 4 * (2 * D + 4)
+    assert dict(found.backward)["parts"] == 3 * rows // 4 * 2 * D and dict(found.backward)["lse of the chunks"] == 4 * rows
+    # problem by problem, the results of a launch and of the one before: 32 MiB of float32 each, with lse
+    alone = attention_memory(DilatedPattern((2**16,), (1,)), 2**20, 1, 64, needs_grad=False)
+    assert dict(alone.forward)["launch results, rounded out"] == 2 * (2**25 + 4 * 2**17)

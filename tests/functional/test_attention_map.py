@@ -52,7 +52,7 @@ USUAL = Space(window=False, dropout=False, lse_grad=False, max_length=40, head_d
 @pytest.mark.parametrize("space", [USUAL, replace(USUAL, blocks=True, max_length=150)], ids=["branches", "blocks"])
 @pytest.mark.parametrize("group", range(2))
 def test_maps_of_any_case_are_its_weights(group: int, space: Space) -> None:
-    """Of rows in any order, some twice, one alone, or none; with lse known or not, keys in chunks, heads apart or their mean; what keys receive."""
+    """Of rows in any order, some twice, one alone, or none; lse known or not, keys in chunks, heads apart or their mean; what keys get."""
     for seed in range(12 * group, 12 * (group + 1)):
         # the keys of short segments are not all keys
         case = replace(random_case(seed, replace(space, max_segment=(None, 12)[seed % 2])), mixture_grad="exact")
