@@ -90,9 +90,10 @@ PATTERNS = {
 @pytest.mark.parametrize("masks", PATTERNS)
 def test_tiles_smaller_than_blocks(masks: str, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     forwards = use("triton")
-    for tile in ((64, 32), (32, 64)):
+    # of whole blocks alone, too
+    for tile, n in (((64, 32), WHOLE.num_keys), ((32, 64), 256)):
         monkeypatch.setattr(triton_blocks, "_sizes_for", lambda *_, tile=tile: TileSizes(*tile, 4, 2))
-        check(replace(WHOLE, pattern=PATTERNS[masks]))
+        check(replace(WHOLE, pattern=PATTERNS[masks], num_queries=n, num_keys=n))
     assert forwards
 
 

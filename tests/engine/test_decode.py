@@ -62,6 +62,7 @@ PATTERNS: dict[str, DilatedPattern | BlockPattern | int | None] = {
     "per head": PerHead((LocalWindow(9, **SMALL), Strided(2, **SMALL), GlobalLocal(3, 20, **SMALL), Causal(**SMALL))),
     # of which a later row keeps fewer blocks
     "wide axial": Axial(256, **SMALL),
+    "two windows": LocalWindow(50, **SMALL) & Causal(**SMALL) & LocalWindow(20, **SMALL),
 }
 
 
@@ -172,7 +173,7 @@ def test_kernel_equals_its_twin(name: str) -> None:
     decode_triton = pytest.importorskip("dilated_attention.engine.decode.triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pattern, turn, n = PATTERNS[name], list(PATTERNS).index(name), 150
-    kv_heads, splits, layout, at = (4, 2, 1)[turn % 3], (2, 1, 5)[turn // 2 % 3], LAYOUTS[2 - turn % 2], [70, n - 1]
+    kv_heads, splits, layout, at = (4, 2, 1)[turn % 3], (2, 1, 20)[turn // 2 % 3], LAYOUTS[2 - turn % 2], [70, n - 1]
     q, k, v = make(n, kv_heads=kv_heads, seed=turn)
     keys = keys_of(pattern, kv_heads, n, device)
     cache_k, cache_v, table = (x if x is None else x.to(device) for x in laid_out(layout, k, v, at, keys.span, 32))
