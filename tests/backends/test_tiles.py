@@ -72,12 +72,13 @@ def made(N: int = 24, heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
     return [torch.randn(batch, N, h, 16) for h in (heads, min(heads, 2), min(heads, 2), heads)]
 
 
-def run(tensors: list[torch.Tensor], *branches: list[int], **options: Any) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv, all of one seed of dropout."""
+def run(tensors: list[torch.Tensor], *branches: list[int], dlse: torch.Tensor | None = None, **options: Any) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, all of one seed of dropout; ``dlse`` is expanded."""
     *leaves, dout = (x.detach().requires_grad_() for x in tensors)
     torch.manual_seed(3)
     out, lse = dilated_attention(*leaves, *branches, return_lse=True, backend="tiles", **options)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+    grads = torch.autograd.grad(out, leaves, dout) if dlse is None else torch.autograd.grad((out, lse), leaves, (dout, dlse.expand_as(lse)))
+    return [out.detach(), lse.detach(), *grads]
 
 
 OPTIONS = {
@@ -169,7 +170,11 @@ def test_a_call_like_one_before_has_its_own_numbers() -> None:
     """Launches are kept with their numbers; another probability, or a mask of other strides, has launches of its own."""
     tensors, mask = made(heads=1), torch.arange(48).view(2, 24) % 5 == 1
     calls = [{"dropout_p": 0.2}, {"dropout_p": 0.6}, {"key_padding_mask": mask}]
-    calls.append({"key_padding_mask": torch.nn.functional.pad(~mask, (0, 9))[:, :24]})
+    calls += [
+        {"key_padding_mask": torch.nn.functional.pad(~mask, (0, 9))[:, :24]},
+        {"dlse": torch.rand(2, 1, 24)},
+        {"dlse": torch.ones(())},
+    ]
 
     def called(*, apart: bool) -> list[list[torch.Tensor]]:
         results = []
