@@ -63,6 +63,8 @@ def test_blocks_that_all_rows_of_a_tile_see(window: Any, masks: dict[str, Any], 
     """They are computed without a mask, before, between and after those that some rows see a part of."""
     sizes = run_tiles.sizes
     monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=32, block=16))
+    # of each tensor with strides of its own
+    masks = masks | {"layouts": ("heads_first", "packed", "contiguous", "packed")}
     case = Case(pattern=DilatedPattern((2**62,), (1,), "zero"), num_queries=90, num_keys=90, heads=2, window=window, **masks)
     assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes]
 

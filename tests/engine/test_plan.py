@@ -87,6 +87,14 @@ def test_launches_are_views_that_keep_to_limits(seed: int) -> None:
             assert limits["max_extent"] is None or extent(view) <= limits["max_extent"] or len(view) == 1 or view.stride(0) == 0
 
 
+def test_results_of_keys_keep_to_the_limit_where_queries_are_few() -> None:
+    q, k = torch.zeros(8, 1, 2, 4), torch.zeros(8, 64, 2, 4)
+    (problem,) = problems_of(DilatedPattern((64,), (1,), "zero"), Shape(2, 2, (63, 64), (0, 64), ((0, 64),), True)).problems
+    rows = [rows_of(q, position=63), rows_of(k, keys=True)._replace(tensor=1)]
+    (made,) = launches_of([problem], rows, CAPABILITIES, 3 * k[0].nbytes, Options(scale=1.0))
+    assert [[len(view) for view in launch.of([q, k])] for launch in made] == [[3, 3], [3, 3], [2, 2]]
+
+
 # --- 32-bit extents, on tensors without storage ------------------------------------------------------------------------------------------
 
 
