@@ -191,13 +191,14 @@ def test_a_call_like_one_before_has_its_own_numbers() -> None:
         assert all(map(torch.equal, together, alone))
 
 
-@pytest.mark.parametrize("first", [3, 40])
-def test_padding_in_one_half_of_a_block(first: int) -> None:
-    """Blocks of 64 keys are asked whether any of them is padded by two words of 32 bits."""
-    q, k, v, _ = made(64, heads=1, batch=1)
-    padding = torch.zeros(1, 64, dtype=torch.bool)
-    padding[:, first : first + 9] = True
-    torch.testing.assert_close(*(attention(q, k, v, key_padding_mask=padding, backend=name) for name in ("tiles", "math")))
+@pytest.mark.parametrize(("begin", "first"), [(0, 3), (0, 40), (10, 70)])
+def test_padding_in_one_word_of_a_block(begin: int, first: int) -> None:
+    """Of blocks of 64 keys, which are in two words of 32 bits, or in three where their document does not begin with a word."""
+    q, k, v, _ = made(begin + 64, heads=1, batch=1)
+    padding = torch.zeros(1, begin + 64, dtype=torch.bool)
+    padding[:, first : first + 3] = True
+    options = {"key_padding_mask": padding, "cu_seqlens": torch.tensor([0, begin, begin + 64])}
+    torch.testing.assert_close(*(attention(q, k, v, backend=name, **options) for name in ("tiles", "math")))
 
 
 @pytest.mark.parametrize(("N", "bounds"), [(0, None), (5, [0, 0, 5, 5])])
