@@ -6,6 +6,7 @@ import itertools
 import random
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,26 @@ class Compilable(Kernel):
             raise ValueError("the compiler says no")
         self.compiled.append(Compiled())
         return self.compiled[-1]
+
+
+@pytest.mark.parametrize(
+    ("shared", "numbers", "changes"),
+    [
+        (True, [7], {}),
+        *((False, [number], {}) for number in (1, 16, 2**31 + 5, -(2**31) - 5)),
+        *((False, [5], change) for change in ({"constants": {"FIRST": 1, "SECOND": 3}}, {"warps": 8}, {"stages": 2}, {"dtypes": "other"})),
+    ],
+    ids=str,
+)
+def test_launches_share_a_kernel_where_triton_selects_one(
+    shared: bool, numbers: list[int], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles others for 1, for multiples of 16 and for numbers beyond 32 bits."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    kernel, tensors, some = Compilable(), [torch.empty(1)] * 2, {"constants": {"FIRST": 1, "SECOND": 2}, "dtypes": "some"}
+    for values, options in (([5], some), (numbers, some | changes)):
+        KernelLaunch(kernel, 7, values, **options)([16, 32], lambda: tensors, 1)  # type: ignore[arg-type]
+    assert len(kernel.bound) == (1 if shared else 2)
 
 
 def test_a_kernel_that_compiles_ahead_is_waited_for_where_it_is_launched(
