@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, Options, detect, registry
+from dilated_attention.backends.block_kernels import block_tables
 from dilated_attention.backends.block_kernels import triton as triton_blocks
 from dilated_attention.backends.tiles.sizes import TileSizes
 from dilated_attention.backends.torch_ops import flex
-from dilated_attention.engine.blocks.lists import block_lists
+from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.pattern import BlockTensor, LocalWindow, MaskFunction, RandomBlocks
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.testing import Case, Result, Space, inputs, max_error, measure, plain_attention, random_case, relative_bound, results
@@ -77,7 +78,8 @@ def test_any_case_on_triton(index: int, use: Use) -> None:
     assert forwards or CASES[index].padding == "all"
 
 
-WHOLE = Case(pattern=LocalWindow(0), num_queries=257, num_keys=257, heads=2, kv_heads=1, head_dim=16, lse_grad=True)
+LAYOUTS = ("heads_first", "packed", "contiguous", "packed")
+WHOLE = Case(pattern=LocalWindow(0), num_queries=257, num_keys=257, heads=2, kv_heads=1, head_dim=16, lse_grad=True, layouts=LAYOUTS)
 PATTERNS = {
     "bits": MaskFunction(lambda b, h, i, j: (i * 7 + j * 3 + h) % 5 < 2, per_head=True),
     "interval": LocalWindow((100, 30)),
@@ -90,9 +92,10 @@ PATTERNS = {
 @pytest.mark.parametrize("masks", PATTERNS)
 def test_tiles_smaller_than_blocks(masks: str, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     forwards = use("triton")
-    for tile in ((64, 32), (32, 64)):
+    # of whole blocks alone, too
+    for tile, n in (((64, 32), WHOLE.num_keys), ((32, 64), 256)):
         monkeypatch.setattr(triton_blocks, "_sizes_for", lambda *_, tile=tile: TileSizes(*tile, 4, 2))
-        check(replace(WHOLE, pattern=PATTERNS[masks]))
+        check(replace(WHOLE, pattern=PATTERNS[masks], num_queries=n, num_keys=n))
     assert forwards
 
 
@@ -107,6 +110,32 @@ def test_long_lists_of_some_heads(use: Use) -> None:
     forwards = use("triton")
     check(case)
     assert forwards
+
+
+@pytest.mark.parametrize("of_columns", [False, True])
+@pytest.mark.parametrize(("together", "limit"), [(1, 2**27), (1, 2**12), (2, 2**11)])
+def test_tables_hold_every_entry_once(together: int, limit: int, of_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole blocks apart from those with a mask; a few long lists have tables of their own, and heads share one up to a limit of bytes."""
+    monkeypatch.setattr(block_tables, "TABLE_BYTES", limit)
+    kept = torch.rand(4, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.05
+    kept[:, 66] = kept[2, :, 5] = True
+    clear_block_lists()
+    lists = block_lists(BlockTensor(kept, block_size=64), 70 * 64 - 10, 4, is_causal=True, device="cpu")
+    tables = (block_tables.column_tables if of_columns else block_tables.row_tables)(lists, together)
+    found = []
+    for table in tables:
+        longest = int((table.partial[0] + table.full[0]).max())
+        first, last = table.heads
+        assert last - first == together or 4 * (last - first) * (table.end - table.start) * longest <= limit
+        for is_whole, (counts, indices) in enumerate((table.partial, table.full)):
+            for _, head, block in counts.nonzero().tolist():
+                others = indices[0, head, block, : counts[0, head, block]].tolist()
+                found += [(first + head, table.start + block, other, bool(is_whole)) for other in others]
+    group, row = lists.row_of_entry // lists.num_rows, lists.row_of_entry % lists.num_rows
+    assert lists.masks is not None
+    blocks, others = (lists.columns, row) if of_columns else (row, lists.columns)
+    entries = zip(group.tolist(), blocks.tolist(), others.tolist(), (lists.masks < 0).tolist(), strict=True)
+    assert sorted(found) == sorted(entries) and len(tables) > 1 and (len({table.heads for table in tables}) > 1) == (limit < 2**27)
 
 
 # --- what the engine asks of lists, on every backend -------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ import itertools
 import random
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from dilated_attention.backends.tiles import ahead
+from dilated_attention.backends.tiles import ahead, call
 from dilated_attention.backends.tiles.call import Tables
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk, counts_of
@@ -71,9 +72,11 @@ def by_table(walk: Walk, of_keys: bool, tile: int, rows: torch.Tensor) -> Places
 
 
 @pytest.mark.parametrize("first", range(0, 12, 6))
-def test_every_result_has_one_place_and_one_tile(first: int) -> None:
+def test_every_result_has_one_place_and_one_tile(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed, (tile, right) in itertools.product(range(first, first + 6), ((16, None), (3, 0), (2, None))):
         walk = random_walk(seed)
+        # as many documents at a time as there are, or fewer
+        monkeypatch.setattr(call, "_DOCUMENTS", (512, 2)[seed % 2])
         counts, tables = (counts_of(walk, False, tile), counts_of(walk, True, tile)), Tables(walk, right == 0, tile, torch.device(DEVICE))
         tables.pointers()
         for of_keys, table in zip((False, True), tables.tensors()[1:], strict=True):
@@ -157,6 +160,26 @@ class Compilable(Kernel):
             raise ValueError("the compiler says no")
         self.compiled.append(Compiled())
         return self.compiled[-1]
+
+
+@pytest.mark.parametrize(
+    ("shared", "numbers", "changes"),
+    [
+        (True, [7], {}),
+        *((False, [number], {}) for number in (1, 16, 2**31 + 5, -(2**31) - 5)),
+        *((False, [5], change) for change in ({"constants": {"FIRST": 1, "SECOND": 3}}, {"warps": 8}, {"stages": 2}, {"dtypes": "other"})),
+    ],
+    ids=str,
+)
+def test_launches_share_a_kernel_where_triton_selects_one(
+    shared: bool, numbers: list[int], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles others for 1, for multiples of 16 and for numbers beyond 32 bits."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    kernel, tensors, some = Compilable(), [torch.empty(1)] * 2, {"constants": {"FIRST": 1, "SECOND": 2}, "dtypes": "some"}
+    for values, options in (([5], some), (numbers, some | changes)):
+        KernelLaunch(kernel, 7, values, **options)([16, 32], lambda: tensors, 1)  # type: ignore[arg-type]
+    assert len(kernel.bound) == (1 if shared else 2)
 
 
 def test_a_kernel_that_compiles_ahead_is_waited_for_where_it_is_launched(

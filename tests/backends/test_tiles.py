@@ -20,12 +20,12 @@ from dilated_attention.backends.base import placed
 from dilated_attention.backends.hardware import has_gluon
 from dilated_attention.backends.tiles import call
 from dilated_attention.backends.tiles import run as run_tiles
-from dilated_attention.backends.tiles.call import Prepared, TileCall
+from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk
 from dilated_attention.engine.kernels import tiles
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.testing import Space, inputs, measure, random_case
+from dilated_attention.testing import Case, Space, inputs, measure, random_case
 from tests.helpers.op_settings import calls_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; a GPU has tests of its own")
@@ -71,17 +71,30 @@ def test_tables_whose_making_was_interrupted_are_made_again(monkeypatch: pytest.
     torch.testing.assert_close(attention(x, x, x, backend="tiles"), attention(x, x, x, backend="math"))
 
 
+@pytest.mark.parametrize("masks", [{}, {"dropout_p": 0.3, "bias": "plane", "padding": "some", "lse_grad": True}], ids=["plain", "masks"])
+@pytest.mark.parametrize("window", [None, (30, None), (None, 30), (40, 25), (25, 0)])
+def test_blocks_that_all_rows_of_a_tile_see(window: Any, masks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed without a mask, before, between and after those that some rows see a part of."""
+    sizes = run_tiles.sizes
+    monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=32, block=16))
+    # of each tensor with strides of its own
+    masks = masks | {"layouts": ("heads_first", "packed", "contiguous", "packed")}
+    case = Case(pattern=DilatedPattern((2**62,), (1,), "zero"), num_queries=90, num_keys=90, heads=2, window=window, **masks)
+    assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes]
+
+
 def made(N: int = 24, heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
     torch.manual_seed(N)
     return [torch.randn(batch, N, h, 16) for h in (heads, min(heads, 2), min(heads, 2), heads)]
 
 
-def run(tensors: list[torch.Tensor], *branches: list[int], **options: Any) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv, all of one seed of dropout."""
+def run(tensors: list[torch.Tensor], *branches: list[int], dlse: torch.Tensor | None = None, **options: Any) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, all of one seed of dropout; ``dlse`` is expanded."""
     *leaves, dout = (x.detach().requires_grad_() for x in tensors)
     torch.manual_seed(3)
     out, lse = dilated_attention(*leaves, *branches, return_lse=True, backend="tiles", **options)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+    grads = torch.autograd.grad(out, leaves, dout) if dlse is None else torch.autograd.grad((out, lse), leaves, (dout, dlse.expand_as(lse)))
+    return [out.detach(), lse.detach(), *grads]
 
 
 OPTIONS = {
@@ -167,6 +180,39 @@ def test_a_dense_problem_of_other_lengths_and_strided_lse(dropout_p: float) -> N
     grads = backend.backward(x.dout, x.q, x.k, x.v, out, lse, options)
     for found, true in zip(grads, registry.get("math").backward(x.dout, x.q, x.k, x.v, wanted, wanted_lse, options), strict=True):
         torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
+
+
+def test_a_call_like_one_before_has_its_own_numbers() -> None:
+    """Launches are kept with their numbers; another probability, or a mask of other strides, has launches of its own."""
+    tensors, mask = made(heads=1), torch.arange(48).view(2, 24) % 5 == 1
+    calls = [{"dropout_p": 0.2}, {"dropout_p": 0.6}, {"key_padding_mask": mask}]
+    calls += [
+        {"key_padding_mask": torch.nn.functional.pad(~mask, (0, 9))[:, :24]},
+        {"dlse": torch.rand(2, 1, 24)},
+        {"dlse": torch.ones(())},
+    ]
+
+    def called(*, apart: bool) -> list[list[torch.Tensor]]:
+        results = []
+        for i, options in enumerate(calls):
+            if apart or i == 0:
+                prepared.cache_clear()
+                registry.cached.clear()
+            results.append(run(tensors, [24], [1], **options))
+        return results
+
+    for together, alone in zip(called(apart=False), called(apart=True), strict=True):
+        assert all(map(torch.equal, together, alone))
+
+
+@pytest.mark.parametrize(("begin", "first"), [(0, 3), (0, 40), (10, 70)])
+def test_padding_in_one_word_of_a_block(begin: int, first: int) -> None:
+    """Of blocks of 64 keys, which are in two words of 32 bits, or in three where their document does not begin with a word."""
+    q, k, v, _ = made(begin + 64, heads=1, batch=1)
+    padding = torch.zeros(1, begin + 64, dtype=torch.bool)
+    padding[:, first : first + 3] = True
+    options = {"key_padding_mask": padding, "cu_seqlens": torch.tensor([0, begin, begin + 64])}
+    torch.testing.assert_close(*(attention(q, k, v, backend=name, **options) for name in ("tiles", "math")))
 
 
 @pytest.mark.parametrize(("N", "bounds"), [(0, None), (5, [0, 0, 5, 5])])

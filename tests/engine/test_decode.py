@@ -60,6 +60,9 @@ PATTERNS: dict[str, DilatedPattern | BlockPattern | int | None] = {
     "union": Strided(3, **SMALL) | LocalWindow(9, **SMALL),
     "function": MaskFunction(lambda b, h, q, k: (q * k + h) % 3 == 0, per_head=True, **SMALL),
     "per head": PerHead((LocalWindow(9, **SMALL), Strided(2, **SMALL), GlobalLocal(3, 20, **SMALL), Causal(**SMALL))),
+    # of which a later row keeps fewer blocks
+    "wide axial": Axial(256, **SMALL),
+    "two windows": LocalWindow(50, **SMALL) & Causal(**SMALL) & LocalWindow(20, **SMALL),
 }
 
 
@@ -144,6 +147,11 @@ def test_a_captured_row_serves_all_lengths(name: str) -> None:
         positions, inside = runs.keys(is_captured=True)
     assert positions.shape[-1] == runs.max_keys >= wanted.shape[-1] and not inside[..., wanted.shape[-1] :].any()
     assert torch.equal(positions[..., : wanted.shape[-1]], wanted) and torch.equal(inside[..., : wanted.shape[-1]], used)
+    # nothing is left of the rows before
+    for rows in (at.roll(1), at):
+        keys.prepare(rows.tolist())
+    found = keys.runs(at).keys()
+    assert torch.equal(found[0], wanted) and torch.equal(found[1], used)
 
 
 def test_float64_and_halves() -> None:
@@ -165,10 +173,12 @@ def test_kernel_equals_its_twin(name: str) -> None:
     decode_triton = pytest.importorskip("dilated_attention.engine.decode.triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pattern, turn, n = PATTERNS[name], list(PATTERNS).index(name), 150
-    kv_heads, splits, layout, at = (4, 2, 1)[turn % 3], (2, 1, 5)[turn // 2 % 3], LAYOUTS[2 - turn % 2], [70, n - 1]
+    kv_heads, splits, layout, at = (4, 2, 1)[turn % 3], (2, 1, 20)[turn // 2 % 3], LAYOUTS[2 - turn % 2], [70, n - 1]
     q, k, v = make(n, kv_heads=kv_heads, seed=turn)
     keys = keys_of(pattern, kv_heads, n, device)
     cache_k, cache_v, table = (x if x is None else x.to(device) for x in laid_out(layout, k, v, at, keys.span, 32))
+    # values with strides of their own
+    cache_v = torch.nn.functional.pad(cache_v, (0, 8))[..., :D]
     keys.prepare(at)
     cached, runs = Cached(cache_k, cache_v, table, wraps=layout == "round"), keys.runs(torch.tensor(at, device=device))
     rows = q[torch.arange(2), at].to(device)
@@ -262,16 +272,18 @@ def test_rotating_and_appending_in_one_kernel(layout: str, xpos: float | None) -
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layer = MultiheadDilatedAttention(4 * 12, 4, [8], [1], num_kv_heads=2, rotary=True, xpos_scale_base=xpos)
     positions = torch.tensor([3, 29, 11], device=device)
-    q, k, v = (torch.randn(3, 1, heads, 12, device=device) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(3, 1, heads, 12, device=device) for heads in (4, 2, 3))
+    v = v[:, :, :2]
     pairs = layer.rotation(positions, None, 64, torch.float32)
     tables = tuple((cos[:, None], sin[:, None]) for cos, sin in pairs)
 
     def cache() -> Cached:
         table = torch.randperm(24, generator=torch.Generator().manual_seed(0)).view(3, 8).to(device, torch.int32)
         shape = (24, 4, 2, 12) if layout == "pages" else (3, 32 if layout == "stretch" else 14, 2, 12)
-        zeros = [torch.zeros(shape, device=device) for _ in range(2)]
+        # values with strides of their own
+        zeros, wider = torch.zeros(shape, device=device), torch.zeros(*shape[:3], 16, device=device)
         return Cached(
-            zeros[0], zeros[1], table if layout == "pages" else None, wraps=layout == "round", fixed=5 if layout == "round" else 0
+            zeros, wider[..., :12], table if layout == "pages" else None, wraps=layout == "round", fixed=5 if layout == "round" else 0
         )
 
     for turned in (tables, None):

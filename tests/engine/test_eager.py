@@ -217,6 +217,12 @@ def test_what_is_data_is_read_in_every_call(monkeypatch: pytest.MonkeyPatch) -> 
         assert not torch.equal(before, function())
 
     changes(lambda: dilated(q, k, v, key_padding_mask=mask), lambda: mask[:, 8:].fill_(True))
+    mask[:, 2::3] = True
+    masked = dilated(q, k, v, key_padding_mask=mask)
+    refresh()
+    # a call like it without a mask has another plan
+    dilated(q, k, v)
+    assert torch.equal(dilated(q, k, v, key_padding_mask=mask), masked)
     # an offset may be a tensor, as of a loop that counts in place
     changes(lambda: da.attention(q[:, :1], k, v, is_causal=True, query_offset=step), lambda: step.add_(9))
     assert torch.equal(*(da.attention(q[:, :1], k, v, is_causal=True, query_offset=offset) for offset in (step, 12)))

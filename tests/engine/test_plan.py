@@ -15,6 +15,7 @@ from dilated_attention.backends import Options, detect, registry
 from dilated_attention.engine.branches.launches import Rows, launches_of, problems_at_once
 from dilated_attention.engine.branches.problems import Problem, Shape, problems_of
 from dilated_attention.engine.ops import prepare
+from dilated_attention.factory import EXAMPLES
 from dilated_attention.testing import Space, inputs, random_case
 from tests.helpers.op_settings import calls_of
 from tests.helpers.op_settings import settings as settings_of_call
@@ -86,6 +87,14 @@ def test_launches_are_views_that_keep_to_limits(seed: int) -> None:
             assert limits["max_extent"] is None or extent(view) <= limits["max_extent"] or len(view) == 1 or view.stride(0) == 0
 
 
+def test_results_of_keys_keep_to_the_limit_where_queries_are_few() -> None:
+    q, k = torch.zeros(8, 1, 2, 4), torch.zeros(8, 64, 2, 4)
+    (problem,) = problems_of(DilatedPattern((64,), (1,), "zero"), Shape(2, 2, (63, 64), (0, 64), ((0, 64),), True)).problems
+    rows = [rows_of(q, position=63), rows_of(k, keys=True)._replace(tensor=1)]
+    (made,) = launches_of([problem], rows, CAPABILITIES, 3 * k[0].nbytes, Options(scale=1.0))
+    assert [[len(view) for view in launch.of([q, k])] for launch in made] == [[3, 3], [3, 3], [2, 2]]
+
+
 # --- 32-bit extents, on tensors without storage ------------------------------------------------------------------------------------------
 
 
@@ -97,7 +106,8 @@ def test_launches_of_huge_tensors_keep_to_the_extent(n: int) -> None:
         pieces = views_of(problem, q, rows_of(q), max_batch=65_535, max_extent=limit)
         assert all(extent(piece) <= limit and len(piece) <= 65_535 for piece in pieces)
         assert sum(len(piece) for piece in pieces) == problem.segments
-    assert problems_at_once(10, [(5, (3,), (1,))], replace(CAPABILITIES, max_extent=13)) == 3
+    for most, count in ((12, 2), (13, 3)):
+        assert problems_at_once(10, [(5, (3,), (1,))], replace(CAPABILITIES, max_extent=most)) == count
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "packed"])
@@ -128,3 +138,16 @@ def test_request_extent_is_that_of_one_segment_in_any_layout(monkeypatch: pytest
     needed = max(extent(views_of(problem, x, rows_of(x), max_batch=1)[0]) for problem in plan.problems for x in tensors)
     # one head more than a problem may hold, but no more than all heads of one segment
     assert needed <= extent_of(pattern) <= max(extent(x[:, : 2**23]) for x in tensors)
+
+
+@pytest.mark.parametrize("padding_first", [False, True])
+def test_a_decision_is_that_of_calls_of_one_kind(padding_first: bool) -> None:
+    """It is remembered for all lengths, but not for calls with a mask of keys, which other backends take."""
+    q = torch.empty(1, 2**17, 8, 64, dtype=torch.bfloat16, device="meta")
+
+    def chosen(has_padding: bool) -> str:
+        whole = settings_of_call(branches=((2**17,), (1,), "zero", "all", "mask"))
+        return prepare.make_plan(whole, (q, q, q), False, has_padding=has_padding, hardware=EXAMPLES["hopper"]).backend.name
+
+    names = {has_padding: chosen(has_padding) for has_padding in (padding_first, not padding_first)}
+    assert registry.get(names[True]).capabilities.key_mask and not registry.get(names[False]).capabilities.key_mask

@@ -75,6 +75,18 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     assert [("scratch of the tiles", own + max(taken))] == tiles.terms(plan)
 
 
+@pytest.mark.parametrize("fitting", range(9))
+def test_heads_of_one_key_head_run_together(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many groups of them at a time as fit, at least one."""
+    q, k = (torch.zeros(1, N, heads, D, dtype=torch.bfloat16, device="meta") for heads in (H, 4))
+    branches = (PATTERN.segment_lengths, PATTERN.dilation_rates, "cyclic", "all", "mask")
+    plan = make_plan(settings(branches=branches, backend="math"), (q, k, k), False, runner=tiles)
+    of_head, _ = tiles.head_bytes(PATTERN, plan.shape, plan.size, False, False)
+    monkeypatch.setattr(tiles, "transient_budget", lambda _: fitting * of_head + 1)
+    count = max(2, fitting // 2 * 2)
+    assert [heads for _, heads in tiles.ranges_of(plan)] == [(first, min(first + count, H)) for first in range(0, H, count)]
+
+
 def test_plans_ask_what_a_call_asks() -> None:
     def planned(n: int, **options: Any) -> Any:
         shape = {"num_positions": n, "num_heads": 16, "head_dim": 64, "gpu": find_gpu("H200"), "is_causal": True}
@@ -114,3 +126,16 @@ def test_one_launch_of_a_library_sums_in_float32(kv_heads: int, sums: int) -> No
     )
     assert dict(found.backward)["sums of kernels in float32"] == sums
     assert kv_heads == 16 or found.peak == pytest.approx(2_424_308_736, rel=0.02)
+
+
+def test_branches_take_what_their_formulas_say() -> None:
+    rows = 2 * N * H
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "hardware": EXAMPLES["hopper"], "backend": "sdpa_flash", "batch_size": 2}
+    found = attention_memory(PATTERN, N, H, D, **options)
+    assert attention_memory(PATTERN, N, H, D, key_padding_mask=True, **options).inputs - found.inputs == 2 * N
+    # a quarter of the positions, of the branch that is not the direct one
+    assert dict(found.forward)["parts"] == rows // 4 * (2 * D + 4)
+    assert dict(found.backward)["parts"] == 3 * rows // 4 * 2 * D and dict(found.backward)["lse of the chunks"] == 4 * rows
+    # problem by problem, the results of a launch and of the one before: 32 MiB of float32 each, with lse
+    alone = attention_memory(DilatedPattern((2**16,), (1,)), 2**20, 1, 64, needs_grad=False)
+    assert dict(alone.forward)["launch results, rounded out"] == 2 * (2**25 + 4 * 2**17)
