@@ -159,7 +159,7 @@ def ring_dilated_attention(
         ranks_per_node: accepted and not used any more: of ``"2d"``.
         options: group, mesh, seq_len, timeout, is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, bias, dropout_p,
             return_lse, deterministic, backend, head_offsets, branch_heads, tail: see ``functional.RingOptions``, ``CallOptions`` and
-                ``BranchOptions``.
+            ``BranchOptions``.
 
     All arguments but q, k, v, ``key_padding_mask``, ``sinks``, ``bias``, ``backend`` and ``timeout`` must be equal on all processes. This
     is checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.

@@ -96,7 +96,7 @@ class RingOptions(CallOptions, total=False):
 
     ``key_padding_mask`` (B, n) is that of this process's keys, ``cu_seqlens`` has the boundaries in the whole sequence. Dropout is by
     position in the whole sequence: with equal seeds on all processes it equals that of a single process. A process's gradient of ``sinks``
-    and of a bias's slopes is that of its own rows; the whole gradient is the sum over the group, like that of every replicated parameter.
+    and of a bias's slopes is its share; the whole gradient is the sum over the group, like that of every replicated parameter.
 
     Args:
         group: the ProcessGroup that shares the sequence; None for ``mesh``, or for all processes. Without torch.distributed, or with

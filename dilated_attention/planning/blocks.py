@@ -97,7 +97,7 @@ def _of_sample(pattern: BlockPattern, num_positions: int, num_heads: int, is_cau
     # pattern, which grow with their position, count right however few they are
     count = 2 * max(1, min(_SAMPLED_ROWS, int(_SAMPLED_BLOCKS / _blocks_of_row(pattern, num_positions) / len(heads))) // 2)
     if num_rows - 1 <= 2 * count:
-        # two of these places could be in one row
+        # few rows: all of them
         rows = [(row, 1.0) for row in range(num_rows)]
     else:
         # at another place in each part: equal distances would meet one phase of what repeats itself

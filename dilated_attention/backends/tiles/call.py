@@ -77,13 +77,15 @@ class Tables:
         If another stream made them, the current one waits for it, and their memory is marked as used by this stream.
 
         Raises:
-            RuntimeError: a CUDA graph captures the call, and it has not run before.
+            RuntimeError: a CUDA graph captures the call, and it has not run before; or other calls have taken its tables' place since.
         """
         if self._copied is not None and (stream := torch._C._cuda_getCurrentRawStream(self.index)) != self._stream:
             is_captured, current = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(self.device)
             if self._space is None and is_captured:
                 # tables made by its replays would be read by other calls before them
-                raise RuntimeError("a CUDA graph captures a call that has not run yet: run it once with these lengths before the capture")
+                raise RuntimeError(
+                    "a CUDA graph captures a call that has not run before, or not lately: run it once right before the capture"
+                )
             if self._space is None:
                 self._space, self._stream = self._make(), stream
                 self._copied.record(current)

@@ -79,8 +79,7 @@ def ring_call(settings: CallSettings) -> RingCall:
 class Agreed(NamedTuple):
     """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: the ``Session.agreed`` they agreed in, since another
     one means that the ranks have forgotten, None in one process; ``kind``: of call, its key in ``among``; ``handshake``: the one in which
-    they agreed on the kind; ``number``,
-    ``arguments``: of ``Session.enter``."""
+    they agreed on the kind; ``number``, ``arguments``: of ``Session.enter``."""
 
     seq_len: int
     among: object = None
