@@ -170,7 +170,7 @@ class Bias(NamedTuple):
         x, y = (self.queries[:, rows, None, i] - self.keys[:, None, :, i] for i in range(2))
         return torch.hypot(x, y)
 
-    def part(self, queries: Any, keys: Any, heads: slice = slice(None)) -> Bias:
+    def part(self, queries: Any = slice(None), keys: Any = slice(None), heads: slice = slice(None)) -> Bias:
         """Returns the bias of some queries and keys, indices of their tensors, and heads."""
         gradient = None if self.gradient is None else self.gradient[heads]
         return Bias(self.queries[queries], self.keys[keys], self.slopes[heads], gradient)

@@ -159,9 +159,10 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 _of_graphs: dict[int, object] = {}
 
 
-def keep_for_graph(what: object) -> None:
+def keep_for_graph(what: object, device_type: str) -> None:
     """Keeps alive what a pass has made for its launches, such as tables, if the current CUDA stream captures it."""
-    if torch.cuda.is_current_stream_capturing():
+    # torch for CPUs alone has no such question
+    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
         _of_graphs[id(what)] = what
 
 

@@ -147,8 +147,7 @@ class RingPass:
         q, k, _ = self.tensors
         # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
         self.setup = cached_setup((*place, *options, q.dtype, q.device, q.shape, k.shape), self._make_setup)
-        if q.device.type == "cuda":
-            keep_for_graph(self.setup)
+        keep_for_graph(self.setup, q.device.type)
         self.masks = Masks(None, 0 if seed is None else int(seed.item()))
         self.is_moved = self.padding is None and self.bias is None and self.setup.sharding is None
 
@@ -161,11 +160,10 @@ class RingPass:
         """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
         self.is_moved = True
         (q, k, v), bias = self.tensors, self.bias
-        if bias is not None and self.call.settings.bias == "position":
-            bias = bias._replace(keys=positions_as_places(self.ring.seq_len, k, bias.keys.dtype))
-            self.masks = self.masks._replace(bias=bias)
-        elif bias is not None:
-            self.masks = self.masks._replace(bias=bias._replace(keys=self._whole(bias.keys, "places of keys")))
+        if bias is not None:
+            by_position = self.call.settings.bias == "position"
+            places = positions_as_places(self.ring.seq_len, k, bias.keys.dtype) if by_position else self._whole(bias.keys, "places of keys")
+            self.masks = self.masks._replace(bias=bias._replace(keys=places))
         if self.padding is not None:
             self.masks = self.masks._replace(padding=self._whole(self.padding, "padding masks"))
             # padding could spread NaN through sums

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Bias, Keys, Options, Views
+from dilated_attention.backends.base import Keys, Options, Views
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
 from dilated_attention.backends.nonfinite import ContainedBackend
@@ -332,5 +332,5 @@ class _Masks:
         if bias is not None:
             queries, keys = self.places[0].of_rows(piece)[:, :, 0], self.places[1].of_columns(piece)[:, :, 0]
             some = slice(int(piece.heads[0, 0]), int(piece.heads[0, -1]) + 1)
-            bias = Bias(queries, keys, bias.slopes[some], None if bias.gradient is None else bias.gradient[some])
+            bias = bias._replace(queries=queries, keys=keys).part(heads=some)
         return replace(self.plain, dropout=dropout, bias=bias)

@@ -56,8 +56,7 @@ def choose_blocks_op(
     before = pattern.queries_are_before(is_causal)
     block = (pattern.q_block, pattern.k_block)
     grid = make_grid(q.shape[1], k.shape[1], block, documents, num_documents, is_causal, query_offset, before, pattern.near, q.device)
-    if q.is_cuda:
-        keep_for_graph(grid)
+    keep_for_graph(grid, q.device.type)
     kept = torch.zeros((q.shape[0], q.shape[2], grid.num_rows, grid.words), dtype=torch.int32, device=q.device)
     if q.numel() and k.numel():
         with without_autocast(q):
@@ -182,8 +181,7 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
     num_keys = document.keys[1] - document.keys[0]
     shape = (num_keys, num_heads, query_offset - front, document.num_queries + front, seen.device)
     always, within = (None if x is None else _static_bits(x, *shape) for x in (pattern.always, pattern.within))
-    if seen.is_cuda:
-        keep_for_graph((always, within))
+    keep_for_graph((always, within), seen.device.type)
     real = None
     existing = seen[None]
     if num_real is not None:

@@ -210,8 +210,7 @@ def masked(launch: Launch, views: list[Tensor], masks: Masks, dropout_p: float, 
     if bias is not None:
         *views, queries, keys = views
         some = slice(problem.heads.start, problem.heads.start + problem.heads.size * step, step)
-        gradient = None if bias.gradient is None else bias.gradient[some]
-        bias = Bias(queries[:, :, 0], keys[:, :, 0], bias.slopes[some], gradient)
+        bias = bias._replace(queries=queries[:, :, 0], keys=keys[:, :, 0]).part(heads=some)
     rows = [x.squeeze(-1) for x in views]
     mask = Mask(None if masks.padding is None else rows.pop(0), problem.band)
     dropout = None

@@ -79,8 +79,7 @@ def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) 
 
     (_, N, H, D), device = results[0].shape, results[0].device
     p = prepared(TileCall(layout.walk, layout.offsets, 1.0), 1, H, D, results[0].dtype, device)
-    if device.type == "cuda":
-        keep_for_graph(p)
+    keep_for_graph(p, device.type)
     # batch entries are documents
     strides = tuple([(x.stride(0) - N * x.stride(1), *x.stride()[1:3]) for x in results])
     if strides not in p.launches:

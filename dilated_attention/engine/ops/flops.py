@@ -58,10 +58,12 @@ def _branch_pairs(q: torch.Tensor, k: torch.Tensor, settings: CallSettings) -> i
     return problems_of(settings.pattern, shape).pairs
 
 
-def _block_pairs(given: dict[str, Any], settings: CallSettings) -> int:
+def _block_pairs(tensors: dict[str, Any], settings: CallSettings) -> int:
     """Counts the pairs of the whole batch."""
-    q, k = given["q"], given["k"]
-    cu_seqlens, kept = (None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (given["cu_seqlens"], given["kept"]))
+    q, k = tensors["q"], tensors["k"]
+    cu_seqlens, kept = (
+        None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (tensors["cu_seqlens"], tensors["kept"])
+    )
     pattern = pattern_from_spec(settings.blocks)
     (B, Nq, H), Nk = q.shape[:3], k.shape[1]
     if pattern.is_chosen and kept is None:
@@ -76,13 +78,13 @@ def _block_pairs(given: dict[str, Any], settings: CallSettings) -> int:
 
 
 def _flops(per_pair: int, inputs: tuple[Any, ...], settings: CallSettings) -> int:
-    given = dict(zip(INPUTS, inputs, strict=True))
-    q, k = given["q"], given["k"]
+    tensors = dict(zip(INPUTS, inputs, strict=True))
+    q, k = tensors["q"], tensors["k"]
     if not q.numel():
         return 0
     pairs = q.shape[0] * _branch_pairs(q, k, settings) if settings.branches is not None else 0
     if settings.blocks:
-        pairs += _block_pairs(given, settings)
+        pairs += _block_pairs(tensors, settings)
     return per_pair * q.shape[3] * pairs
 
 

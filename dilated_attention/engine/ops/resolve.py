@@ -231,21 +231,20 @@ class LocalCall(ResolvedCall):
             tensors: q, k, v, and in a backward dout and out.
             more: what ``make_pass`` depends on in addition.
         """
-        found = None
+        plan = None
         for _ in range(2):
             # strides do not include addresses, which must be aligned too
             if self.device_type != "cuda" or all_aligned([x.data_ptr() for x in tensors]):
-                found = self.passes.get(key_of(tensors))
-                if found is not None and (found := found.again()) is not None:
+                plan = self.passes.get(key_of(tensors))
+                if plan is not None and (plan := plan.again()) is not None:
                     break
             if self.device_type != "cuda" and all([x.stride(-1) == 1 for x in tensors]):  # noqa: C419 - a generator takes longer
                 break
             tensors = tuple([kernel_ready(x) for x in tensors])
-        if found is None:
-            found = self.make_pass(tensors, padding, seed, more)
-        if self.device_type == "cuda":
-            keep_for_graph(found)
-        return tensors, found
+        if plan is None:
+            plan = self.make_pass(tensors, padding, seed, more)
+        keep_for_graph(plan, self.device_type)
+        return tensors, plan
 
 
 def key_of(tensors: Tensors) -> tuple[Any, ...]:

@@ -156,9 +156,9 @@ class BigBird(GlobalLocal):
         return super().allowed(queries, keys, heads, num_positions)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        own = _, row, column = super().columns(grid, heads)
+        blocks = _, row, column = super().columns(grid, heads)
         if not self.random_blocks:
-            return own
+            return blocks
         group, rows = grid.range(0, len(heads))[:, None], grid.rows()
         shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
         draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
