@@ -118,11 +118,15 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
     """Returns all results of a case in float64, and their bounds for the dtype and device of the inputs; see ``measure``."""
     dtype = x.q.dtype
     truth = results(plain_attention, case, x, torch.float64)
+    tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
+    exact = {name: relative_bound(truth[name], tolerance, case.dropout_p) * x.reach(name) for name in truth}
     if dtype is torch.float64 or (dtype is torch.float32 and x.q.device.type == "cpu"):
-        tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
-        return truth, {name: relative_bound(truth[name], tolerance, case.dropout_p) * x.reach(name) for name in truth}
+        return truth, exact
     plain = results(plain_attention, case, x)
     bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in truth}
+    if dtype is torch.float32 and "dslopes" in bounds:
+        # a sum over all rows, whose terms cancel: what one plain computation gets right by chance binds no other
+        bounds["dslopes"] = max(bounds["dslopes"], exact["dslopes"])
     if dtype is not torch.float32:
         for name, error in rounded_out_error(case, x).items():
             bounds[name] += 2 * error
