@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, BlockPattern, Blocks, Grid, MaskMod, States, divided, expand, state_of
+from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Blocks, Grid, MaskMod, States, divided, expand, state_of
 from dilated_attention.pattern.blocks.random import checked_seed, hashed
 from dilated_attention.pattern.blocks.window import LocalWindow
 
@@ -113,21 +113,21 @@ class BigBird(GlobalLocal):
         count = free.clamp(max=self.random_blocks)
         # a row cannot draw more than all columns of the sequence
         most = min(self.random_blocks, max(grid.num_columns, 1))
-        # where every row takes all columns that are left, there is nothing to draw
-        draws_all = most == grid.num_columns
-        shape = torch.broadcast_shapes(head.shape, row.shape)
-        random = () if draws_all else hashed(self.seed, head[..., None], row[..., None], grid.range(0, most)).unbind(-1)
+        number = grid.range(0, most)
+        # each draw has one more number to choose from; a duplicate is replaced by that number, which cannot have been drawn before
+        last_number = (free - count)[..., None] + number
+        if most == grid.num_columns:
+            # every row takes all columns that are left: there is nothing to draw
+            x = number.expand(*torch.broadcast_shapes(head.shape, row.shape), most)
+        else:
+            x = hashed(self.seed, head[..., None], row[..., None], number) % (last_number + 1).clamp(min=1)
+            for i in range(1, most):
+                again = (x[..., :i] == x[..., i : i + 1]).any(-1)
+                x[..., i] = torch.where(again, last_number[..., i], x[..., i])
+        between = between[..., None]
         # 0 … free − 1 count the free columns, first those between the global positions and the window
-        numbers: list[Tensor] = []
-        for number in range(most):
-            # each draw has one more number to choose from; a duplicate is replaced by that number, which cannot have been drawn before
-            last_number = free - count + number
-            drawn = head.new_full(shape, number) if draws_all else random[number] % (last_number + 1).clamp(min=1)
-            for earlier in () if draws_all else numbers:
-                drawn = torch.where(earlier == drawn, last_number, drawn)
-            numbers.append(torch.where(count > number, drawn, -1))
-        x, between = torch.stack(numbers, -1), between[..., None]
-        return torch.where(x < 0, -1, x + torch.where(x < between, num_globals[..., None], high[..., None] - between))
+        column = x + torch.where(x < between, num_globals[..., None], high[..., None] - between)
+        return torch.where(count[..., None] > number, column, -1)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         grid = self.grid(num_positions, device=queries.device)
@@ -168,10 +168,14 @@ class BigBird(GlobalLocal):
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key = super().classify(grid, head, row, column)
+        if not self.random_blocks:
+            return state, key
+        # nothing else reaches a drawn block
+        outside = (state == ABSENT).nonzero()[:, 0]
         # blocks of one row are consecutive, so the draws of a row are made once
-        rows, of_row = torch.unique_consecutive(head * grid.whole_rows + row, return_inverse=True)
-        for drawn in self.draws(grid, *divided(rows, grid.whole_rows)).unbind(-1) if self.random_blocks else ():
-            state = torch.where(drawn[of_row] == column, FULL, state)
+        rows, of_row = torch.unique_consecutive((head * grid.whole_rows + row)[outside], return_inverse=True)
+        drawn = self.draws(grid, *divided(rows, grid.whole_rows))[of_row]
+        state[outside] = torch.where((drawn == column[outside, None]).any(-1), FULL, ABSENT).to(state.dtype)
         return state, key
 
     def cost(self, grid: Grid) -> float:
