@@ -76,7 +76,11 @@ class Registry:
 
     def order(self, request: AttentionRequest) -> tuple[str, ...]:
         """Returns all names in order of preference for this request."""
-        return tuple(self.ranking(request))
+        names: tuple[str, ...] | None = self.cached.get(request)
+        if names is None:
+            names = tuple(self.ranking(request))
+            self.remember(request, names)
+        return names
 
     def ranking(self, request: AttentionRequest) -> dict[str, str]:
         """Returns every name in order of preference, with the reason for its place: the shipped table, the architecture's order, …"""
