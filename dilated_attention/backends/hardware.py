@@ -140,8 +140,9 @@ def _why_xformers_fails() -> str:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Returns the compute capability of a GPU, for meta tensors that of the current one; None for a CPU."""
-    return None if device.type == "cpu" else torch.cuda.get_device_capability(device.index)
+    """Returns the compute capability of a GPU, for meta tensors that of the current one; None where there is no CUDA GPU."""
+    has_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
+    return torch.cuda.get_device_capability(device.index) if has_gpu else None
 
 
 @functools.lru_cache(maxsize=16)
@@ -176,11 +177,11 @@ def has_gluon() -> bool:
 
 def has_kernels(x: torch.Tensor | None) -> bool:
     """Whether Triton kernels take x: they run on GPUs only and compute in float32."""
-    return x is not None and x.device.type == "cuda" and x.dtype is not torch.float64 and _has_triton(x.device)
+    return x is not None and x.device.type == "cuda" and x.dtype is not torch.float64 and has_triton(x.device)
 
 
 @functools.lru_cache(maxsize=8)
-def _has_triton(device: torch.device) -> bool:
+def has_triton(device: torch.device) -> bool:
     found = "triton" in detect(device).packages
     if not found:
         logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")

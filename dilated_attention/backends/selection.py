@@ -6,6 +6,7 @@ another ``Hardware``.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from collections.abc import Hashable
@@ -174,5 +175,8 @@ registry = Registry()
 
 def refresh() -> None:
     """Discards the detected hardware and what was decided on it. Call this after installing or loading a kernel library."""
-    hardware._detect.cache_clear()
+    # folders of modules that were listed before
+    importlib.invalidate_caches()
+    for detected in (hardware._detect, hardware.has_triton, hardware.has_gluon):
+        detected.cache_clear()
     registry.cached.clear()

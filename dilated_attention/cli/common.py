@@ -145,7 +145,7 @@ def pattern_of(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPat
                 "a dilated pattern needs --segment-lengths and --dilation-rates; e.g. --segment-lengths 2048 8192 --dilation-rates 1 4"
             )
         offsets = given.pop("head_offsets", ["cyclic"])
-        return DilatedPattern(**given, head_offsets=offsets[0] if isinstance(offsets[0], str) else tuple(offsets))
+        return DilatedPattern(**given, head_offsets=offsets[0] if len(offsets) == 1 and isinstance(offsets[0], str) else tuple(offsets))
     if ("window" in given) == ("density" in given):
         raise UsageError("a block-sparse pattern needs either --window or --density; e.g. --window 256 --global-tokens 64")
     if "density_kind" in given:

@@ -13,11 +13,16 @@ import torch
 import dilated_attention
 from dilated_attention import factory
 from dilated_attention.backends import PRECISIONS, rates
-from dilated_attention.cli.common import DTYPE_NAMES, add_command, count, dtype_of, put, put_json
+from dilated_attention.cli.common import DTYPE_NAMES, add_command, count, dtype_of, given_of, put, put_json, refuse_others
 from dilated_attention.factory import EXAMPLES, Explanation, explain_backend
 from dilated_attention.factory.presets import SEARCHED
 from dilated_attention.functional import explain_decode
 from dilated_attention.parsing import size
+
+# options that a row over a cache takes, too, and those that calls alone take as they are named, or by another name
+_OF_ROWS = ("head_dim", "num_heads", "num_kv_heads")
+_OF_CALLS = ("key_padding_mask", "window", "deterministic", "precision", "length", "block_size", "block_masks")
+_RENAMED = ("causal", "inference", "dropout")
 
 
 def add(commands: Any) -> None:
@@ -25,29 +30,32 @@ def add(commands: Any) -> None:
     add = add_command(commands, "info", _info, usage="%(prog)s [name] [options]", help=text).add_argument
     add("name", choices=SEARCHED, nargs="?", help="say what to use for this instead")
     text = "another kind of machine, with every kernel package installed"
-    add("--for", dest="machine", choices=sorted(EXAMPLES), help=text)
+    add("--for", choices=sorted(EXAMPLES), help=text)
     add("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
-    add("--head-dim", type=size, default=64, help="default: 64")
-    add("--heads", "--num-heads", dest="num_heads", type=size, default=8, help="query heads; default: 8")
+    add("--head-dim", type=size, help="default: 64")
+    add("--heads", "--num-heads", dest="num_heads", type=size, help="query heads; default: 8")
     text = "key/value heads; default: as many as query heads"
     add("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help=text)
-    add("--length", type=count, default=0, help="rows of a problem, the largest segment length / rate; default: long")
-    add("--precision", choices=PRECISIONS, default="native")
+    add("--length", type=count, help="rows of a problem, the largest segment length / rate; default: long")
+    add("--precision", choices=PRECISIONS, help="default: native")
     add("--decode", choices=("dense", "sparse"), help="one row over a cache: of every key, or of those that a pattern keeps")
     add("--block-size", type=int, choices=(64, 128), help="block-sparse attention, with blocks of this many positions")
-    add("--block-masks", choices=("none", "interval", "bits"), default="none", help="pairs masked within its blocks")
+    add("--block-masks", choices=("none", "interval", "bits"), help="pairs masked within its blocks; default: none")
     for flag in ("causal", "inference", "key-padding-mask", "window", "dropout", "deterministic"):
-        add(f"--{flag}", action="store_true")
-    add("--all", action="store_true", help="every backend, with every reason against those that cannot be used")
+        add(f"--{flag}", action="store_true", default=None)
+    add("--all", action="store_true", default=None, help="every backend, with every reason against those that cannot be used")
 
 
 def _info(args: argparse.Namespace) -> int:
+    args.what = args.name or "--decode"
     if args.name:
+        refuse_others(args, (), "for", "dtype", "decode", "all", *_OF_ROWS, *_OF_CALLS, *_RENAMED)
         put_json({args.name: SEARCHED[args.name]}) if args.json else put(f"{args.name}: {SEARCHED[args.name]}")
         return 0
-    hardware = EXAMPLES[args.machine] if args.machine else factory.detect()
-    asked: dict[str, Any] = {name: getattr(args, name) for name in ("head_dim", "num_heads", "num_kv_heads")}
+    machine, asked = getattr(args, "for"), given_of(args, *_OF_ROWS)
+    hardware = EXAMPLES[machine] if machine else factory.detect()
     if args.decode:
+        refuse_others(args, ("for", "dtype", *_OF_ROWS), *_OF_CALLS, *_RENAMED)
         dtype = dtype_of(args) or (torch.bfloat16 if hardware.device_type == "cuda" else torch.float32)
         decoders = explain_decode(hardware=hardware, dtype=dtype, dense=args.decode == "dense", **asked)
         if args.json:
@@ -56,9 +64,8 @@ def _info(args: argparse.Namespace) -> int:
         else:
             put(decoders)
         return 0 if decoders.chosen else 1
-    same = ("key_padding_mask", "window", "deterministic", "precision", "length", "block_size", "block_masks")
-    asked |= {name: getattr(args, name) for name in same} | {"dtype": dtype_of(args), "is_causal": args.causal}
-    asked |= {"needs_grad": not args.inference, "dropout_p": 0.1 * args.dropout}
+    asked |= given_of(args, *_OF_CALLS) | {"dtype": dtype_of(args), "is_causal": bool(args.causal)}
+    asked |= {"needs_grad": not args.inference, "dropout_p": 0.1 * bool(args.dropout)}
     explanation = explain_backend(hardware=hardware, **asked)
     versions = {"dilated_attention": dilated_attention.__version__, "torch": torch.__version__, "python": platform.python_version()}
     is_possible = explanation.forward is not None and (explanation.backward is not None or args.inference)

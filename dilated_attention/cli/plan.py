@@ -24,7 +24,7 @@ from dilated_attention.cli.common import (
 )
 from dilated_attention.factory import MODEL_PRESETS
 from dilated_attention.models.config import RING_KINDS
-from dilated_attention.parsing import below, size
+from dilated_attention.parsing import UsageError, below, size
 from dilated_attention.planning.plans import plans_table
 from dilated_attention.planning.problem import KINDS
 
@@ -104,6 +104,8 @@ def _plan(args: argparse.Namespace) -> int:
     computes = KINDS.get(args.what)
     taken = _OF_MODELS if computes is None else (*_OF_ATTENTION, *OF_KIND[computes])
     refuse_others(args, taken, *_OF_ATTENTION, *_OF_MODELS)
+    if args.infer and args.checkpoint:
+        raise UsageError("--checkpoint and --infer are given, and inference keeps nothing for a backward: drop either")
     shared: dict[str, Any] = {"dtype": dtype_of(args), "training": not args.infer, "batch_size": args.batch}
     shared |= {name: getattr(args, name) for name in ("world_size", "gpu", "memory")}
     planned: Callable[..., Any] = planning.plan_model

@@ -73,8 +73,9 @@ def _pattern(args: argparse.Namespace) -> int:
         raise UsageError(f"--head is {' '.join(map(str, heads))}; expected heads below --heads, which is {args.heads}")
     if args.width is not None:
         as_int("--width", args.width, minimum=NARROWEST)
-    if args.image is not None and (args.head is not None or args.width is not None):
-        raise UsageError("--head and --width are for the drawing in the terminal; a picture shows every head: drop them or --image")
+    other = "--json" if args.json else "--image" if args.image is not None else ""
+    if other and (args.head is not None or args.width is not None):
+        raise UsageError(f"--head and --width are for the drawing in the terminal, which is not made with {other}: drop them or {other}")
     pattern = pattern_of(args, args.what)
     assert pattern is not None
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)

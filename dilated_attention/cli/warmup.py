@@ -59,7 +59,8 @@ def _warmup(args: argparse.Namespace) -> int:
     if args.json:
         common.put_json({"folder": folder, "seconds": seconds, "kernels": kernels})
         return 0
-    put("\n".join(f"{x['kernel']}: " + ("cached" if x["cached"] else f"{x['seconds']:.2f} s") for x in kernels))
+    for x in kernels:
+        put(f"{x['kernel']}: " + ("cached" if x["cached"] else f"{x['seconds']:.2f} s"))
     put(f"{len(kernels)} kernels in {folder}, {sum(not x['cached'] for x in kernels)} of them new, after {seconds:.2f} s")
     return 0
 

@@ -14,7 +14,6 @@ quantised, sharded separately, hooked or moved to another device. The result is 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import operator
@@ -27,7 +26,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
-from dilated_attention.backends.hardware import has_kernels
+from dilated_attention.backends.hardware import has_triton
 from dilated_attention.engine.ops.eager import dispatched_alike, is_eager, is_transformed
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import each
@@ -214,13 +213,8 @@ def _takes_kernels(*tensors: torch.Tensor) -> bool:
     return _forced is True or all(x.device.type == "cuda" and _has_kernels(x.device) for x in tensors)
 
 
-@functools.lru_cache(maxsize=8)
-def _runs_triton(device: torch.device) -> bool:
-    return has_kernels(torch.empty(0, device=device))
-
-
 def _has_kernels(device: torch.device) -> bool:
-    return _runs_triton(device)
+    return has_triton(device)
 
 
 # a constant to torch.compile, which cannot look for packages: see ``functional.arguments.place_in``

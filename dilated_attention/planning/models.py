@@ -93,7 +93,7 @@ def plan_model(
     flags = {"checkpoint_activations": checkpoint_activations, "find_longest": find_longest}
     for name, flag in (flags if autocast is None else flags | {"autocast": autocast}).items():
         check_bool(name, flag)
-    as_int("weight_shards", weight_shards, minimum=1, maximum=MOST["weight_shards"])
+    weight_shards = as_int("weight_shards", weight_shards, minimum=1, maximum=MOST["weight_shards"])
     config, _ = configured(preset, **overrides)
     stack = stack_of(config)
     # the attention of each layer
@@ -128,7 +128,7 @@ def plan_model(
     # a lookup costs nothing, but a tied embedding is also the matrix of the output layer
     multiplied = parameters - (0 if stack.tie_embeddings else embedding_parameters(run.sizes))
     # 2 per matrix parameter and position, and 4·E per pair of a layer and head; the backward twice that
-    flops = (6 if training else 2) * multiplied * batch_size * num_positions
+    flops = (6 if training else 2) * multiplied * problem.batch_size * problem.num_positions
     pairs = sum_over_layers([pairs_of(one)[0] for one in problems], stack.num_layers)
     attended = (12 if training else 4) * stack.embed_dim * pairs / stack.num_heads
     # the GPU's time alone is far too short where chunks wait for the CPU

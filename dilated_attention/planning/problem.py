@@ -107,9 +107,10 @@ def make_problem(
     sizes = {"num_positions": num_positions, "num_heads": num_heads, "batch_size": batch_size, "world_size": world_size}
     sizes = {name: as_int(name, size, minimum=1, maximum=MOST[name]) for name, size in sizes.items()}
     sizes["head_dim"], _, sizes["num_kv_heads"] = check_counts(head_dim, num_heads, num_kv_heads, most=MAX_HEAD_DIM)
-    if num_positions * num_heads * batch_size * head_dim > MOST_ELEMENTS:
+    N, H, B, D = (sizes[name] for name in ("num_positions", "num_heads", "batch_size", "head_dim"))
+    if N * H * B * D > MOST_ELEMENTS:
         raise ValueError(
-            f"batch_size × num_positions × num_heads × head_dim is {batch_size:,} × {num_positions:,} × {num_heads:,} × {head_dim}; "
+            f"batch_size × num_positions × num_heads × head_dim is {B:,} × {N:,} × {H:,} × {D}; "
             f"expected at most 2**{MOST_ELEMENTS.bit_length() - 1} numbers in q"
         )
     check_bool("is_causal", is_causal)

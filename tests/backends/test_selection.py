@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dilated_attention import BackendUnavailable, dilated_attention, explain_backend
-from dilated_attention.backends import AttentionRequest, Registry, detect, registry
+from dilated_attention.backends import AttentionRequest, Registry, detect, hardware, refresh, registry
 from dilated_attention.factory import EXAMPLES
+from dilated_attention.functional.fused_layers import _has_kernels
 
 BARE = {name: replace(hardware, packages=frozenset()) for name, hardware in EXAMPLES.items()}
 HALF, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -142,3 +146,42 @@ def test_explanation_of_what_nothing_can_do() -> None:
     assert "no backend can" in str(explanation)
     with pytest.raises(ValueError, match="ask about one of them"):
         explain_backend(device="cpu", hardware=BARE["cpu"])
+
+
+def test_without_cudnn_that_is_the_only_reason_against_it() -> None:
+    explanation = explain_backend(hardware=replace(BARE["hopper"], cudnn_version=None), deterministic=True)
+    assert {row.name: row for row in explanation.rows}["sdpa_cudnn"].reasons == ("torch finds no cuDNN",)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "mps", "xpu"])
+def test_devices_have_no_capability_where_there_is_no_cuda_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware.capability(torch.device(kind)) is None
+
+
+@pytest.fixture
+def refreshed() -> Iterator[None]:
+    yield
+    refresh()
+
+
+@pytest.mark.usefixtures("refreshed")
+def test_what_is_installed_meanwhile_is_found_after_refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> tuple[bool, ...]:
+        cpu = torch.device("cpu")
+        return "triton" in detect(cpu).packages, hardware.has_triton(cpu), _has_kernels(cpu), hardware.has_gluon()
+
+    with monkeypatch.context() as before:
+        before.setitem(hardware.PACKAGES, "triton", "installed_meanwhile")
+        before.setattr(hardware, "_importable", lambda module, real=hardware._importable: "gluon" not in module and real(module))
+        before.syspath_prepend(tmp_path)
+        refresh()
+        assert not any(found())
+        time = tmp_path.stat().st_mtime_ns
+        (tmp_path / "installed_meanwhile.py").touch()
+        # of a coarse clock, by which the folder does not seem to have changed since it was listed
+        os.utime(tmp_path, ns=(time, time))
+        before.setattr(hardware, "_importable", lambda module, real=hardware._importable: "gluon" in module or real(module))
+        assert not any(found())
+        refresh()
+        assert all(found())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dilated_attention import factory
-from dilated_attention.cli import main
+from dilated_attention.cli import main, warmup
 from dilated_attention.cli.common import count, size
 from dilated_attention.factory import EXAMPLES, explain_backend
 from dilated_attention.planning import plan_attention
@@ -137,10 +137,14 @@ WARMUP = "warmup gigapath-12l768d"
         ("inform", "invalid choice"),
         # errors of functions are shown as they are
         ("info --for cpu --heads 8 --kv-heads 3", "error: num_kv_heads is 3; expected a divisor of num_heads = 8"),
+        ("info --decode sparse --causal --dropout", "--causal, --dropout given, which --decode does not take; it takes --dtype, --for"),
+        ("info --for cpu --decode dense --block-size 64 --length 9 --window", "--block-size, --length, --window given"),
+        ("info titan --for cpu --heads 8 --decode dense --all", "--all, --decode, --for, --num-heads given, which titan does not take"),
         ("plan dense --length 0", "'0' is not a size"),
         ("plan longnet-tiny --length 1k --window 4", "--window given, which longnet-tiny does not take; it takes --checkpoint"),
         ("plan ring_dilated --length 1k", "a dilated pattern needs --segment-lengths and --dilation-rates; e.g."),
         ("plan ring_block_sparse --length 1k", "a block-sparse pattern needs either --window or --density"),
+        ("plan longnet-tiny --length 1k --infer --checkpoint", "--checkpoint and --infer are given"),
         ("plan dense --length 1k --checkpoint", "--checkpoint given, which dense does not take"),
         ("plan dense --length 1k --memory 0", "is not a memory size"),
         ("recommend training --length 64 --parameters many", "'many' is not a number of parameters"),
@@ -148,10 +152,13 @@ WARMUP = "warmup gigapath-12l768d"
         ("plan Prov-GigaPath --length 1k", "(gigapath: load_torchscale('slide_encoder.pth') loads"),
         ("show longnet-tiny --length 64", "unrecognized arguments"),
         (f"{DILATED} --head-offsets 0,x", "expected cyclic, blocked, zero, or for each branch one offset per head"),
+        (f"{DILATED} --head-offsets cyclic blocked", "head_offsets"),
         (f"{DILATED} --heads 2 --head 2", "expected heads below --heads, which is 2"),
         (f"{DILATED} --width 8", "--width is 8; expected an integer ≥ 24"),
         (f"{DILATED} --image x.data", "Format 'data' is not supported"),
         (f"{DILATED} --image x.png --head 0", "--head and --width are for the drawing in the terminal"),
+        (f"{DILATED} --json --head 0", "which is not made with --json: drop them or --json"),
+        (f"{DILATED} --json --width 40", "which is not made with --json"),
         ("show block_sparse --window 1 --density-kind local", "unexpected keyword argument 'kind'"),
         (f"{WARMUP} --heads 4", "--heads given, which gigapath-12l768d does not take; it takes none of these: drop --heads"),
     ],
@@ -206,3 +213,11 @@ def test_warmup_needs_a_gpu(what: str, capsys: Capture, monkeypatch: pytest.Monk
     assert main(what.split()) == 1
     captured = capsys.readouterr()
     assert "compiles for this machine's GPU, and torch sees none" in captured.err and not captured.out
+
+
+def test_warmup_of_no_kernel_prints_no_empty_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(warmup, "_run_call", lambda args, pattern: None)
+    assert printed(capsys, "warmup dense").startswith("0 kernels in ")

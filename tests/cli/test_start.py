@@ -55,6 +55,13 @@ def test_other_programs_import_the_whole_package_and_keep_their_interrupts(tmp_p
         assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("names", ["orig_argv", "orig_argv = sys.argv"])
+def test_an_interpreter_that_was_started_without_arguments_imports_the_package(names: str) -> None:
+    """As one that is embedded in another program may be."""
+    result = python("-c", f"import sys; sys.{names} = []; import dilated_attention")
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_command_raises_keyboard_interrupt_again(tmp_path: Path) -> None:
     script = tmp_path / "dilated-attention"
     script.write_text(f"from dilated_attention.cli import main\nassert main(['show', 'longnet-tiny', '--json']) == 0\n{HELD}")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,12 @@ def test_flops_are_those_of_the_weights_and_of_the_pairs() -> None:
         attended = 12 * config.embed_dim * config.num_layers * config.pattern.pairs(4096, is_causal=True)
         assert found.flops == pytest.approx(6 * weights * 4096 + attended, rel=0.05)
         assert 4096 * model.summary().training_flops(4096) == pytest.approx(6 * weights * 4096 + attended, rel=1e-3)
+
+
+def test_integers_of_numpy_are_planned_as_pythons() -> None:
+    asked = {"num_positions": 2**40, "batch_size": 16, "weight_shards": 2}
+    plan = tiny(**{name: np.int64(number) for name, number in asked.items()})
+    assert plan.flops > 2**63 and json.dumps(plan.as_dict()) == json.dumps(tiny(**asked).as_dict())
 
 
 def test_layers_that_differ_add_up() -> None:

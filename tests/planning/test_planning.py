@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -317,6 +318,8 @@ def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, An
         ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are not a multiple of 3"),
         ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),
         ("dense", {"dtype": torch.int8}, "dtype is torch.int8"),
+        # the product is 2⁸⁶, which is 0 in numpy's 64 bits
+        ("dense", {"num_positions": np.int64(2**40), "num_heads": np.int64(512), "batch_size": np.int64(2**31)}, "expected at most 2..56"),
     ],
 )
 def test_what_cannot_be_is_refused(kind: str, options: dict[str, Any], text: str) -> None:

@@ -91,7 +91,7 @@ class SdpaCudnnBackend(Backend):
         version = request.hardware.cudnn_version
         if version is None and request.hardware.device_type == "cuda":
             reasons.append("torch finds no cuDNN")
-        if request.deterministic and request.needs_grad and (version or 0) < 92500:
+        if request.deterministic and request.needs_grad and version is not None and version < 92500:
             reasons.append(f"its deterministic backward takes memory quadratic in N before cuDNN 9.25, this is {version}")
         if request.num_heads > _MAX_GRID:
             reasons.append(f"at most {_MAX_GRID} heads, not {request.num_heads}")
