@@ -53,9 +53,9 @@ class NeededBlocks:
     blocks: float
     digest: str
 
-    def runs(self, rank: int, kv_heads: Range | None = None) -> list[Range]:
+    def runs(self, rank: int, kv_heads: tuple[int, int | None] = (0, None)) -> list[Range]:
         """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads or for all."""
-        kept = self.kept[rank, slice(*kv_heads) if kv_heads and self.kept.shape[1] > 1 else slice(None)].any(0)
+        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else self.kept[rank, slice(*kv_heads)].any(0)
         ends = self.edges[kept[1:] != kept[:-1]].tolist()
         return list(zip(ends[::2], ends[1::2], strict=True))
 
