@@ -21,6 +21,7 @@ PACKAGES = {
     "xformers": "xformers.ops",
     "triton": "triton",
 }
+# where the device is already current
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
@@ -120,7 +121,7 @@ def _packages() -> frozenset[str]:
 
 
 def _why_xformers_fails() -> str:
-    """Returns why xformers, though installed, cannot compute attention; "" if it can. Found by importing it, since its parts fail apart."""
+    """Returns why xformers, though installed, cannot compute attention; "" if it can. Imports it, since each part can fail alone."""
     try:
         from xformers import _cpp_lib
         from xformers.ops import fmha  # noqa: F401
@@ -155,13 +156,13 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-# what CUDA graphs read at each replay, for good: torch does not tell when a graph has gone
+# what replays of CUDA graphs read; kept for good, since torch does not tell when a graph has gone
 _of_graphs: dict[int, object] = {}
 
 
 def keep_for_graph(what: object, device_type: str) -> None:
     """Keeps alive what a pass has made for its launches, such as tables, if the current CUDA stream captures it."""
-    # torch for CPUs alone has no such question
+    # a torch built without CUDA cannot be asked
     if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
         _of_graphs[id(what)] = what
 

@@ -76,17 +76,21 @@ class Registry:
 
     def order(self, request: AttentionRequest) -> tuple[str, ...]:
         """Returns all names in order of preference for this request."""
-        return tuple(self.ranking(request))
+        names: tuple[str, ...] | None = self.cached.get(request)
+        if names is None:
+            names = tuple(self.ranking(request))
+            self.remember(request, names)
+        return names
 
     def ranking(self, request: AttentionRequest) -> dict[str, str]:
         """Returns every name in order of preference, with the reason for its place: the shipped table, the architecture's order, …"""
         machine, orders = request.hardware, self._orders
         family = f"sm{machine.capability[0]}x" if machine.device_type == "cuda" and machine.capability and not machine.is_rocm else ""
-        names = orders.get((family, request.kind), ())
+        of_family = orders.get((family, request.kind), ())
         groups = [(orders.get((machine.architecture, request.kind), ()), "architecture order")]
         if (shipped := rates.table_of(machine.architecture)) is not None:
-            groups.append((rates.by_rate(shipped.tflops(request), names), f"shipped table ({shipped.source}, {shipped.date})"))
-        groups += [(names, "architecture order"), (self.names(), "order of registration")]
+            groups.append((rates.by_rate(shipped.tflops(request), of_family), f"shipped table ({shipped.source}, {shipped.date})"))
+        groups += [(of_family, "architecture order"), (self.names(), "order of registration")]
         reasons: dict[str, str] = {}
         for listed, reason in groups:
             # a shipped table may name backends that a custom registry does not have
@@ -144,18 +148,21 @@ class Registry:
 def _check_methods(kind: type[Backend]) -> None:
     """Refuses a backend whose methods do not take the arguments of ``Backend``'s, which the engine passes by place and by name."""
     for name, method in vars(Backend).items():
-        if name.startswith("_") or not inspect.isfunction(method) or (own := getattr(kind, name)) is method:
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        own = getattr(kind, name)
+        if own is method:
             continue
         expected, found = (list(inspect.signature(x).parameters.values()) for x in (method, own))
         kinds = {x.kind for x in found}
-        by_place, names = ([x.name for x in each if x.kind is x.POSITIONAL_OR_KEYWORD] for each in (expected, found))
+        by_place, own_by_place = ([x.name for x in each if x.kind is x.POSITIONAL_OR_KEYWORD] for each in (expected, found))
         known = {x.name for x in expected}
-        # more parameters are a backend's own, with defaults
+        # a backend's own, which must have defaults
         others = [x for x in found if x.name not in known and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-        is_equal = (names[: len(by_place)] == by_place or inspect.Parameter.VAR_POSITIONAL in kinds) and (
+        fits = (own_by_place[: len(by_place)] == by_place or inspect.Parameter.VAR_POSITIONAL in kinds) and (
             known <= {x.name for x in found} or inspect.Parameter.VAR_KEYWORD in kinds
         )
-        if not is_equal or any(x.default is x.empty for x in others):
+        if not fits or any(x.default is x.empty for x in others):
             raise TypeError(
                 f"{kind.__name__}.{name} takes ({', '.join(x.name for x in found)}); "
                 f"expected the parameters of Backend.{name} by their names: ({', '.join(x.name for x in expected)})"

@@ -97,7 +97,7 @@ def _verdict(explanation: Explanation, asked: dict[str, Any]) -> list[str]:
         lines += [f"faster by {_order(then.forward_basis)}: {name}; {reasons[name]}" for name in better]
     lines += ["", *(line for mark, _, line in explanation.lines() if mark != "✗")]
     lines += [f"tiles: {explanation.tiles}"] if explanation.tiles else []
-    refused = ", ".join(line.split()[1] for mark, _, line in explanation.lines() if mark == "✗")
+    refused = ", ".join(row.name for row in explanation.rows if not row.usable and row.name not in (forward, backward))
     return [*lines, *([f"cannot: {refused}; --all shows every reason."] if refused else [])]
 
 

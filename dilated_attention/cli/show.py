@@ -19,11 +19,11 @@ from dilated_attention.pattern.drawing import cell_pairs, cell_size, cell_sizes,
 
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256
-# of a drawing where the output is no terminal
+# characters across a drawing where the output is no terminal
 _WIDTH = 100
 # limits, because every position and every head is examined
 _MOST_LENGTH, _MOST_HEADS = 2**24, 512
-# shades for multiplicities 0, 1, 2, … of a pattern whose highest multiplicity is 1, 2, 3; beyond that the last one covers all higher ones
+# shades for multiplicities 0, 1, 2, …, by the pattern's highest multiplicity: the last entry for 4 or more, and for cells of several pairs
 _SHADES = ("·█", "·█", "·▒█", "·░▒█", "·░▒▓█")
 # lower limits of a cell's mean multiplicity for each shade but the first
 _LEVELS = (1e-30, 1 / 8, 1 / 2, 1.0)
@@ -132,8 +132,8 @@ def _text(told: dict[str, Any]) -> str:
 def drawing(
     pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, heads: tuple[int, ...], width: int
 ) -> list[str]:
-    """Returns lines of at most ``width`` characters (at least ``NARROWEST``, or what a panel needs), with a legend at the end: of
-    ``heads``, those of ``num_heads`` to draw. A character is one pair if a row of them fits, else the smallest square of positions for
+    """Returns lines of at most ``width`` characters (at least ``NARROWEST``, or what a panel needs), with a legend at the end.
+    ``heads``: those to draw, of ``num_heads``. A character is one pair if a row of them fits, else the smallest square of positions for
     which it does."""
     margin = len(f"{num_positions - 1} ")
     cell = cell_size(pattern, num_positions, min(_WIDE_PANEL, max(_NARROW_PANEL, width - margin)))

@@ -19,6 +19,7 @@ from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern
 
 _KINDS = ("dilated", "dense", "block_sparse")
+# options that only a call takes
 _OF_CALLS = ("heads", "head_dim", "kv_heads", "causal")
 
 
@@ -37,7 +38,8 @@ def add(commands: Any) -> None:
 
 def _warmup(args: argparse.Namespace) -> int:
     is_call = args.what in _KINDS
-    common.refuse_others(args, (*_OF_CALLS, *common.OF_KIND[args.what]) if is_call else (), *_OF_CALLS)
+    taken = (*_OF_CALLS, *common.OF_KIND[args.what]) if is_call else ()
+    common.refuse_others(args, taken, *_OF_CALLS)
     pattern = common.pattern_of(args, args.what) if is_call else None
     if not torch.cuda.is_available():
         raise BackendUnavailable("warmup compiles for this machine's GPU, and torch sees none; run it on a machine with one")

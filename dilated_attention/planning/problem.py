@@ -15,11 +15,12 @@ from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.gpus import Gpu, machine_of
 from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_counts
 
-# a kind, and which kind of attention each process computes
+# each kind, and the kind of attention that one of its processes computes
 KINDS = {kind: kind for kind in RING_KINDS.values()} | RING_KINDS
 RINGS = tuple(RING_KINDS)
+# dense attention as a pattern: one segment, every position
 WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
-# the packages that the measured Hopper tables assume
+# the packages assumed on another machine: those of the measured Hopper tables
 _PACKAGES = frozenset({"flash-attn-4", "triton"})
 # upper limits of what can be planned: beyond real hardware, yet figures stay exact and fast to compute
 MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128}
@@ -63,14 +64,14 @@ class Problem:
     @property
     def rows(self) -> int:
         """Returns the number of positions of the rank that holds the most."""
-        # two ranges of a zigzag end in the shorter ones
+        # also for a zigzag: its longer runs come first, so no rank has two of them before every rank has one
         return -(-self.num_positions // self.world_size)
 
     def of_length(self, num_positions: int) -> Problem:
         return replace(self, num_positions=num_positions)
 
     def backend(self, *, backward: bool, length: int, block_masks: str = "none") -> tuple[str, AttentionRequest]:
-        """Returns the backend chosen for problems of this many rows, or for lists with this kind of masks; raises BackendUnavailable."""
+        """Returns (name, request) of the backend chosen for ``length`` rows and, of block lists, these masks; raises BackendUnavailable."""
         pattern = self.pattern
         request = AttentionRequest(
             hardware=self.hardware, dtype=self.dtype, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
@@ -117,8 +118,10 @@ def make_problem(
         ("world_size", world_size, 1, RINGS), ("layout", layout, None, RINGS), ("exchange", exchange, "auto", ("ring", "ring_dilated"))
     ):  # fmt: skip
         if value != usual and kind not in takers:
-            why, kinds = "has none" if kind in RINGS else "one process computes", ", ".join(takers)
-            raise ValueError(f"{name} is {shown(value)} and kind is {kind!r}, which {why}; take one of {kinds}, or leave it out")
+            why = "has none" if kind in RINGS else "one process computes"
+            raise ValueError(
+                f"{name} is {shown(value)} and kind is {kind!r}, which {why}; take one of {', '.join(takers)}, or leave it out"
+            )
     layout = layout or ("zigzag" if kind == "ring" else "contiguous")
     one_of("layout", layout, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
@@ -154,6 +157,7 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
         pattern = DilatedPattern(segment_lengths, dilation_rates) if pattern is None else pattern
         if not isinstance(pattern, DilatedPattern):
             raise TypeError(f"pattern is a {type(pattern).__name__}; kind {kind!r} takes a DilatedPattern")
+        # raises if the pattern does not suit so many heads
         pattern.offsets(num_heads)
         if pattern.num_branches > MOST_BRANCHES:
             raise ValueError(f"segment_lengths has {pattern.num_branches:,} entries; expected at most {MOST_BRANCHES} branches to plan for")
@@ -165,5 +169,5 @@ def _hardware(machine: Gpu) -> Hardware:
         return detect("cpu")
     if torch.cuda.is_available() and torch.cuda.get_device_name() == machine.name:
         return detect("cuda")
-    # hardware of another machine, with the packages that a user would install there
+    # hardware of another machine
     return replace(EXAMPLES["hopper"], capability=machine.capability, packages=_PACKAGES, name=machine.name)

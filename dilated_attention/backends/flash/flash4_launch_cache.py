@@ -69,8 +69,8 @@ class Replay:
             self._record(interface, key, tensors, call)
 
     def _record(self, interface: Any, key: Hashable, tensors: Sequence[Tensor], call: Callable[[], object]) -> None:
-        spans = [_identity(x) for x in tensors]
-        if len(set(spans)) < len(spans):
+        identities = [_identity(x) for x in tensors]
+        if len(set(identities)) < len(identities):
             # an argument could be either of two identical tensors, which may differ in the next call
             call()
             return
@@ -85,7 +85,7 @@ class Replay:
             finally:
                 for owner, cache in zip(owners, caches, strict=True):
                     owner.compile_cache = cache
-            self._recordings[key] = _recording(steps, spans, self._num_scratch, self._num_zeroed)
+            self._recordings[key] = _recording(steps, identities, self._num_scratch, self._num_zeroed)
             while len(self._recordings) > _MOST_RECORDINGS:
                 self._recordings.popitem(last=False)
 
@@ -132,19 +132,25 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
 
 
-def _recording(steps: _Steps, spans: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int) -> Callable[[Sequence[Tensor]], None] | None:
+def _recording(
+    steps: _Steps, identities: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int
+) -> Callable[[Sequence[Tensor]], None] | None:
     """Returns what runs the steps on other inputs, or None if some tensor is neither an input nor plain scratch memory."""
-    places = {span: index for index, span in enumerate(spans)}
+    places = {identity: index for index, identity in enumerate(identities)}
     used: set[int] = set()
     scratch: list[Callable[[], Tensor]] = []
 
     def taker(argument: Any, is_whole: bool = True) -> _Taker | None:
-        """Returns None for an argument without tensors, which stays as it was. Raises KeyError for an unknown tensor."""
+        """Returns None for an argument without tensors, which stays as it was. ``is_whole``: it is not an entry of another one.
+
+        Raises:
+            KeyError: a tensor is neither an input nor scratch.
+        """
         if isinstance(argument, Tensor):
             identity = _identity(argument)
             # a tensor in a list (block lists) that is no input is one that the interface created itself
             if is_whole and identity not in places and argument.is_contiguous() and not argument.storage_offset():
-                places[identity] = len(spans) + len(scratch)
+                places[identity] = len(identities) + len(scratch)
                 make = torch.zeros if len(scratch) >= num_scratch - num_zeroed else torch.empty
                 scratch.append(functools.partial(make, argument.shape, dtype=argument.dtype, device=argument.device))
             used.add(places[identity])
@@ -170,7 +176,7 @@ def _recording(steps: _Steps, spans: list[tuple[Any, ...]], num_scratch: int, nu
     except KeyError:
         return None
     # an input that was passed to no kernel was copied first; more scratch than expected may be such copies
-    if not recorded or len(scratch) != num_scratch or not used.issuperset(range(len(spans))):
+    if not recorded or len(scratch) != num_scratch or not used.issuperset(range(len(identities))):
         return None
 
     def run(inputs: Sequence[Tensor]) -> None:

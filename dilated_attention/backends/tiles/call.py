@@ -57,9 +57,8 @@ class Tables:
         is_causal: tiles are in the order that suits causality.
         tile: positions of a tile.
 
-    ``num_tiles``: of queries, and of keys. ``lengths``, ``rates``: of each branch. ``starts``, once ``pointers`` is called: the documents'
-    starts, then the last one's end, up to a power of two and one more, then the documents from the longest to the shortest; of one document
-    a 0.
+    ``num_tiles``: of queries, and of keys. ``lengths``, ``rates``: of each branch. ``starts``, made by the first ``pointers``: those of
+    documents, then the last one's end, up to 2**walk.steps + 1 numbers, then the documents' indices, longest first; of one document a 0.
     """
 
     def __init__(self, walk: Walk, is_causal: bool, tile: int, device: torch.device) -> None:
@@ -72,7 +71,7 @@ class Tables:
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
 
     def pointers(self) -> tuple[int, int, int]:
-        """Returns those of the spans and of both tables, which are made once. The current device is theirs.
+        """Returns those of the spans and of both tables, which the first call makes. The current device must be theirs.
 
         If another stream made them, the current one waits for it, and their memory is marked as used by this stream.
 
@@ -116,13 +115,15 @@ class Tables:
         # the spans; the tiles before each document; the rows
         sizes = 2 * documents * branches, 2 * branches * (documents + 1), 8 * num_rows
         space = Workspace(self.device, *((size, torch.int32) for size in sizes))
-        ends, is_one, order = (documents, walk.documents[-1][1], *walk.queries, walk.keys[1]), documents == 1, 2**walk.steps + 1
+        ranges, is_one = (documents, walk.documents[-1][1], *walk.queries, walk.keys[1]), documents == 1
+        # where the order of the documents begins in ``starts``
+        order = 2**walk.steps + 1
         make_spans = KernelLaunch(
-            spans_kernel, (branches, 2), (*ends, walk.direct, walk.key_direct, self.tile, order),
+            spans_kernel, (branches, 2), (*ranges, walk.direct, walk.key_direct, self.tile, order),
             {"BRANCHES": branches, "ONE": is_one, "BLOCK": 1 if is_one else _DOCUMENTS}, dtypes=(),
         )  # fmt: skip
         make_rows = KernelLaunch(
-            table_kernel, num_rows, (*ends, self.tile, order, self.num_tiles[0], walk.longest_document, walk.steps),
+            table_kernel, num_rows, (*ranges, self.tile, order, self.num_tiles[0], walk.longest_document, walk.steps),
             {"BRANCHES": branches, "CAUSAL": self.is_causal, "ONE": is_one}, warps=1, dtypes=(),
         )  # fmt: skip
         spans, before, rows = space.pointers
@@ -144,7 +145,7 @@ def _starts_of(walk: Walk, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-# what does not depend on the length
+# kept longer than tables, since lengths of segments, rates and offsets do not depend on the length of the sequence
 @functools.lru_cache(maxsize=128)
 def int_tensors(numbers: tuple[Any, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Returns int32 tensors of these numbers."""
@@ -175,7 +176,7 @@ class Prepared:
         self.shared = share_keys(call.offsets, self.group)
         assert self.shared or walk.key_direct < 0
         self.key_heads = kv_heads if self.shared else self.num_heads
-        # numbers of places: those that the merge and the sum read, and those of all branches, for δ
+        # numbers of places: part rows, which the merge and the sum read, and δ's, of all branches
         of_queries, of_keys, self.longest = counts_of(walk, False), counts_of(walk, True), walk.longest
         self.part_rows, self.delta_rows, self.key_part_rows = of_queries.num_places, of_queries.all_places, of_keys.num_places
         if (most := max(of_queries.all_places, of_keys.all_places)) > MAX_PLACES:
@@ -215,15 +216,15 @@ class Prepared:
         return words
 
     def read_with(self, padding: Tensor | None, words: Words | None, bias: Tensor | None) -> Tensors:
-        """Returns the tensors that a kernel reads after q, k, v and a table; a missing mask is replaced by a tensor that is never read.
+        """Returns (offsets, padding, a, c, b, bias), which a kernel takes last; for a missing one it takes a tensor that it never reads.
 
         Args:
             padding: packed for kernels over the table of queries, unpacked for the kernel over the table of keys.
             bias: slopes and places (``run.packed_bias``).
         """
-        nothing = self.offsets
-        drawn = words or (nothing, nothing, nothing)
-        return nothing, nothing if padding is None else padding, *drawn, nothing if bias is None else bias
+        unread = self.offsets
+        drawn = words or (unread, unread, unread)
+        return self.offsets, unread if padding is None else padding, *drawn, unread if bias is None else bias
 
     def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
         """Returns (rows per program, programs) of a launch over all rows."""
@@ -231,7 +232,6 @@ class Prepared:
         return size, -(-rows // size) * heads * self.batch
 
 
-# both passes, and the layers of a model, share what is made for a length or for documents
 @functools.lru_cache(maxsize=64)
 def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
     """Returns a cached ``Prepared``."""

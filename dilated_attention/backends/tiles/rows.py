@@ -14,14 +14,13 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# numbers in a row of the table
 WIDTH = tl.constexpr(8)
 # integer arguments that are not specialised: one kernel serves all lengths, numbers of heads and windows
 VARYING = [
     "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
-    "q_part_rows",
-    "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold", "num_batches", "pad_b", "pad_branch", "dlse_b", "dlse_n",
-    "dlse_h", "lists", "num_shared", "k_tiles", "key_direct",
-    "lse_b", "lse_h",
+    "q_part_rows", "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold", "num_batches", "pad_b", "pad_branch",
+    "dlse_b", "dlse_n", "dlse_h", "lists", "num_shared", "k_tiles", "key_direct", "lse_b", "lse_h",
 ]  # fmt: skip
 
 
@@ -38,7 +37,7 @@ def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head, q_first, q_last
     """Reads a row of the table for one head. CUT: whether some positions have no query or no key.
 
     Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, tile, place of the first result, places per
-    segment, query place).
+    segment, place of the first query in a row of keys).
     """
     at = rows_ptr + row * WIDTH
     branch, rate, start, length = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
@@ -71,10 +70,10 @@ def key_parts(i0, last, count, left, right, BLOCK: tl.constexpr, LEFT: tl.conste
 
 
 @triton.jit
-def load_rows(base, steps, valid, START: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """Loads (rows, BLOCK) of a tensor from column START on; 0 beyond D and, if MASKED, in rows that are not valid."""
+def load_rows(base, offsets, valid, START: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
+    """Loads (rows, BLOCK) of a tensor, its rows at base + offsets, from column START on; 0 beyond D and, if MASKED, in rows not valid."""
     columns = START + tl.arange(0, BLOCK)
-    pointers = base + steps[:, None] + columns[None, :]
+    pointers = base + offsets[:, None] + columns[None, :]
     if START + BLOCK > D:
         inside = (columns < D)[None, :]
         if MASKED:
@@ -88,12 +87,12 @@ def load_rows(base, steps, valid, START: tl.constexpr, BLOCK: tl.constexpr, D: t
 
 
 @triton.jit
-def store_rows(base, steps, valid, x, START: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
+def store_rows(base, offsets, valid, x, START: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr):
     columns = START + tl.arange(0, BLOCK)
     inside = valid[:, None]
     if START + BLOCK > D:
         inside = inside & (columns < D)[None, :]
-    tl.store(base + steps[:, None] + columns[None, :], x.to(base.dtype.element_ty), mask=inside)
+    tl.store(base + offsets[:, None] + columns[None, :], x.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -107,8 +106,8 @@ def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries):
-    """Returns where the places of a segment's keys and queries begin in (slopes · log2(e) | places of keys | places of queries), of which
-    the segment has those from ``first`` and from ``q_row`` on."""
+    """Returns pointers to the coordinates of a segment's keys, from ``first`` on, and queries, from ``q_row`` on, in a packed bias: see
+    ``run.packed_bias``."""
     keys = bias_ptr + num_heads
     queries = keys + 2 * num_keys.to(tl.int64) * num_batches
     return keys + 2 * (batch * num_keys + first), queries + 2 * (batch * num_queries + q_row)
@@ -133,6 +132,7 @@ def distances(x0, y0, x1, y1):
 @triton.jit
 def seen(i, j, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Whether query index i sees key index j: i − left ≤ j ≤ i + right, for the bounds that exist."""
+    # true of every query
     good = i == i
     if RIGHT:
         good = good & (j <= i + right)
@@ -143,7 +143,7 @@ def seen(i, j, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def kept(a, c, b, threshold):
-    """Whether dropout keeps a pair, from the words of its query and its key (``backends/dropout.py``)."""
+    """Whether dropout keeps a pair, from the words a, c of its query and b of its key (``backends/dropout.py``)."""
     x = (a ^ b) * c
     return x.to(tl.uint32, bitcast=True) >= threshold.to(tl.uint32, bitcast=True)
 
@@ -175,8 +175,7 @@ def hide(x, words_ptr, index, fill, BLOCK: tl.constexpr):
     """Replaces x by ``fill`` in the columns whose bits are set, among BLOCK bits from ``index`` on."""
     low, high = hidden_words(words_ptr, index, BLOCK)
     if (low | high) != 0:
-        # Most blocks have no padded key. The words are loaded again here, since loads keep the compiler from doing all of this in every
-        # block.
+        # Most blocks have no padded key. Loading the words again keeps the compiler from doing what follows in every block.
         low, high = hidden_words(words_ptr, index, BLOCK)
         columns = tl.arange(0, BLOCK)
         word = tl.where(columns < 32, low, high)

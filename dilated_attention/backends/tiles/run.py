@@ -57,6 +57,7 @@ def _tile_launch(
         return hopper
     size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
     parts = p.tables.tile // size.rows
+    # no lists of blocks, which the same kernels take
     blocks = {"ROWS": size.rows, "PARTS": parts, "BLOCK": size.block, "STAGES": size.stages, "lists": None, "FORM": None}
     constants = {**p.constants, **flags, **masks, **blocks}
     return KernelLaunch(kernel, p.tables.num_tiles[of_keys] * parts * heads, numbers, constants, size.warps, size.stages, dtypes=p.dtype)
@@ -88,10 +89,10 @@ def forward(
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
     with on_device(q.device):
         spans_at, queries_at, _ = p.tables.pointers()
-    masks = p.read_with(p.packed(padding), words, packed_bias(bias))
+    last = p.read_with(p.packed(padding), words, packed_bias(bias))
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
-    def waiting() -> tuple[Tensor, Tensor]:
+    def unmerged() -> tuple[Tensor, Tensor]:
         if space is None:
             return out, lse
         own, part_lse = space.tensors()
@@ -100,12 +101,12 @@ def forward(
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
-        pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in masks)]
-        launches[0](pointers, lambda: (*given, *waiting(), p.tables.tensors()[1], *masks), p.index)
+        pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in last)]
+        launches[0](pointers, lambda: (*given, *unmerged(), p.tables.tensors()[1], *last), p.index)
         if rows:
             of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
             pointers = [*addresses[3:], own, part_lse, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[1](pointers, lambda: (out, lse, *waiting(), p.tables.tensors()[0], *of_pattern), p.index)
+            launches[1](pointers, lambda: (out, lse, *unmerged(), p.tables.tensors()[0], *of_pattern), p.index)
 
 
 def packed_bias(bias: Bias | None) -> Tensor | None:
@@ -149,68 +150,64 @@ def backward(
     """
     dout, q, k, v, out, lse = tensors
     shapes = (q, k, v, dout, out, *grads)
+    # without dlse, lse stands in for it and is not read as such
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
     addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
     aligned = all_aligned((*addresses, *results))
-    masks = (
-        None if padding is None else padding.stride(),
-        None if dlse is None else dlse.stride(),
-        parts is None,
-        dropout_p,
-        aligned,
-        bias is None,
-    )
-    key = (*[x.stride() for x in shapes], *masks)
+    key = (
+        *[x.stride() for x in shapes], None if padding is None else padding.stride(), None if dlse is None else dlse.stride(),
+        parts is None, dropout_p, aligned, bias is None,
+    )  # fmt: skip
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned, bias is not None)
-    parts_of = p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None)
-    _, (q_size, _), (k_size, _), _ = parts_of
-    space = Workspace(q.device, *parts_of)
+    scratch_parts = p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None)
+    _, (q_size, _), (k_size, _), _ = scratch_parts
+    space = Workspace(q.device, *scratch_parts)
     if bias is not None:
         # what each query adds to the slopes' gradient in each branch; a head that is not in a branch writes nothing
-        kinds = 3 if words is None else 5
-        of_slopes = space.tensors()[0].view(p.batch, p.num_heads, kinds, p.delta_rows)[:, :, -1].zero_()
+        num_stats = 3 if words is None else 5
+        of_slopes = space.tensors()[0].view(p.batch, p.num_heads, num_stats, p.delta_rows)[:, :, -1].zero_()
 
-    def waiting() -> tuple[Tensor, ...]:
+    def scratch() -> tuple[Tensor, ...]:
         stats, *sums = space.tensors()
         return stats, *(x if x.numel() else grad for x, grad in zip(sums, grads, strict=True))
 
     def queries() -> tuple[Tensor, ...]:
-        stats, q_parts, _, _ = waiting()
-        return *given, stats, grads[0], q_parts, p.tables.tensors()[1], *query_masks
+        stats, q_parts, _, _ = scratch()
+        return *given, stats, grads[0], q_parts, p.tables.tensors()[1], *query_last
 
     def keys() -> tuple[Tensor, ...]:
-        stats, _, k_parts, v_parts = waiting()
-        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, p.tables.tensors()[2], *key_masks
+        stats, _, k_parts, v_parts = scratch()
+        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, p.tables.tensors()[2], *key_last
 
     with on_device(q.device):
         spans_at, queries_at, keys_at = p.tables.pointers()
     packed = packed_bias(bias)
-    query_masks = p.read_with(p.packed(padding), words, packed)
+    query_last = p.read_with(p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
     offsets, hidden, _, _, *others = p.read_with(padding, words, packed)
-    key_masks = offsets, hidden, *others
+    key_last = offsets, hidden, *others
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
-        launches[0]([*addresses, stats_at, results[0], q_at, queries_at, *(x.data_ptr() for x in query_masks)], queries, p.index)
-        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_masks)]
+        launches[0]([*addresses, stats_at, results[0], q_at, queries_at, *(x.data_ptr() for x in query_last)], queries, p.index)
+        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_last)]
         launches[1](pointers, keys, p.index)
         if q_size or k_size:
             of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
             pointers = [*results, q_at, k_at, v_at, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[2](pointers, lambda: (*grads, *waiting()[1:], p.tables.tensors()[0], *of_pattern), p.index)
+            launches[2](pointers, lambda: (*grads, *scratch()[1:], p.tables.tensors()[0], *of_pattern), p.index)
     if bias is not None and bias.gradient is not None:
         bias.gradient.add_(of_slopes.sum((0, 2)))
 
 
 def _backward_launches(
-    p: Prepared, tensors: Sequence[Tensor], dlse: Tensor | None, padding: Tensor | None, own: bool, dropout_p: float,
+    p: Prepared, tensors: Sequence[Tensor], dlse: Tensor | None, padding: Tensor | None, has_parts: bool, dropout_p: float,
     aligned: bool, has_bias: bool,
 ) -> tuple[KernelLaunch, ...]:  # fmt: skip
     call, walk = p.call, p.call.walk
-    read = tuple(tensors) if aligned else None
+    aligned_tensors = tuple(tensors) if aligned else None
     threshold, keep_scale = _drawing(dropout_p)
     B, H, Hk = p.batch, p.num_heads, p.kv_heads
     q, k, v, dout, out, dq, dk, dv = (x.stride()[:3] for x in tensors)
@@ -222,12 +219,14 @@ def _backward_launches(
         *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
         *drawing,
     )  # fmt: skip
-    queries = _tile_launch(p, "query", backward_kernels.query_kernel, numbers, {"OWN": own, "DLSE": dlse is not None}, masks, read)
+    queries = _tile_launch(
+        p, "query", backward_kernels.query_kernel, numbers, {"OWN": has_parts, "DLSE": dlse is not None}, masks, aligned_tensors
+    )
     numbers = (
         *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows,
         walk.key_direct, *p.bounds, *drawing,
     )  # fmt: skip
-    keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, read)
+    keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
     return queries, keys, combine_launch(p, *(_of_entries(p, x) for x in (dq, dk, dv)))
 
 
@@ -253,5 +252,5 @@ def combine_launch(p: Prepared, *strides: Sequence[int]) -> KernelLaunch:
 
 
 def _of_entries(p: Prepared, strides: Sequence[int]) -> Sequence[int]:
-    """Returns the strides of a result whose documents, if there are several, are in one batch entry: see ``combine.py``."""
+    """Returns strides as ``combine.py`` takes them: of one batch entry, the first is from document to document, here 0."""
     return strides if p.batch > 1 else (0, *strides[1:])

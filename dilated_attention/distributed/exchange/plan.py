@@ -109,12 +109,17 @@ class Needed:
 
 
 class Wanted(NamedTuple):
-    """What a branch needs of positions [low, high): of each ``rate`` from ``first`` on, bool (rate, heads) ``taken``; None for all."""
+    """What a branch needs of positions [low, high).
+
+    Args:
+        first: where a group of ``rate`` positions begins.
+        taken: the bytes of bool (rate, heads): which of such a group are needed; None for all.
+    """
 
     low: int
     high: int
     first: int = 0
-    taken: np.ndarray | None = None
+    taken: bytes | None = None
 
 
 # a set of rates whose pattern repeats after more (position, head) than this is taken to need all rows
@@ -134,16 +139,32 @@ def union(wanted: Sequence[Wanted], own: Sequence[Range], heads: int) -> Needed:
         if not active:
             continue
         for low, high in minus([(edge, following)], taken_up):
-            period = min(math.lcm(*[len(x.taken) for x in active]), high - low)  # type: ignore[arg-type]
+            rates = [len(x.taken) // heads for x in active]  # type: ignore[arg-type]
+            period = min(math.lcm(*rates), high - low)
             if period * heads > _LONGEST_PERIOD:
                 pieces.append(Piece(low, high))
                 continue
-            mask = np.zeros((period, heads), dtype=bool)
-            for x in active:
-                mask |= x.taken[(low - x.first + np.arange(period)) % len(x.taken)]  # type: ignore[index,arg-type]
-            if mask.any():
-                pieces.append(Piece(low, high) if mask.all() else Piece(low, high, period, mask.ravel().nonzero()[0]))
+            units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))
+            if units is None:
+                pieces.append(Piece(low, high))
+            elif len(units):
+                pieces.append(Piece(low, high, period, units))
     return Needed(heads, tuple(sorted(pieces, key=lambda piece: piece.low)))
+
+
+# equal for the lengths of a pattern
+@functools.lru_cache(maxsize=1024)
+def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.ndarray | None:
+    """Returns the numbers offset · heads + head below period · heads that some branch takes; None for all of them.
+
+    Args:
+        parts: of each branch the offset at which the period begins, and its ``taken``.
+    """
+    mask = np.zeros((period, heads), dtype=bool)
+    for begin, taken in parts:
+        rows = np.frombuffer(taken, dtype=bool).reshape(-1, heads)
+        mask |= rows[(begin + np.arange(period)) % len(rows)]
+    return None if mask.all() else mask.ravel().nonzero()[0]
 
 
 def minus(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
@@ -169,9 +190,9 @@ def heads_alike(pattern: DilatedPattern, num_heads: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[np.ndarray | None, ...]]:
-    """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch bool
-    (rate, heads): which of r neighbours a head takes, None for all of them."""
+def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes | None, ...]]:
+    """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch the
+    bytes of bool (rate, heads): which of r neighbours a head takes, None for all of them."""
     offsets, alike = pattern.offsets(num_heads), heads_alike(pattern, num_heads)
     group = num_heads if alike else num_heads // num_kv_heads
     first, last = (0, 1) if alike else kv_heads
@@ -181,7 +202,7 @@ def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads:
         for head, offset in enumerate(row):
             if first <= head // group < last and offset != NOT_IN_BRANCH:
                 taken[offset, head // group - first] = True
-        found.append(None if taken.all() else taken)
+        found.append(None if taken.all() else taken.tobytes())
     return last - first, tuple(found)
 
 
@@ -190,7 +211,7 @@ def wanted_keys(problem: RingProblem, rank: int, kv_heads: Range) -> tuple[list[
     heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
     wanted = []
     for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
-        if some is None or some.any():
+        if some is None or any(some):
             wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, problem.shards[rank])]
     return wanted, heads
 

@@ -3,10 +3,11 @@ know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +18,24 @@ from dilated_attention.engine.branches.problems import Range
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class RowIndex:
+class RowIndex(NamedTuple):
     """``numbers`` of lines by peer, one after the other, on a device; ``counts``: of each peer."""
 
-    def __init__(self, by_peer: Sequence[Sequence[range | np.ndarray]], device: torch.device) -> None:
-        self.counts = [sum(map(len, rows)) for rows in by_peer]
-        self.total = sum(self.counts)
-        rows = [np.arange(some.start, some.stop) if isinstance(some, range) else some for peer in by_peer for some in peer]
-        self.numbers = _on_device(np.concatenate([np.zeros(0, dtype=np.int64), *rows]), device)
+    counts: list[int]
+    numbers: torch.Tensor
+
+    @property
+    def total(self) -> int:
+        return len(self.numbers)
+
+
+def row_indices(of_peers: Sequence[Sequence[Sequence[range | np.ndarray]]], device: torch.device) -> Iterator[RowIndex]:
+    """Yields an index of each of these lists of lines by peer; they are copied to the device at once."""
+    counts = [[sum(map(len, lines)) for lines in by_peer] for by_peer in of_peers]
+    every = [lines for by_peer in of_peers for of_peer in by_peer for lines in of_peer]
+    numbers = [np.arange(lines.start, lines.stop) if isinstance(lines, range) else lines for lines in every]
+    whole = _on_device(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]), device)
+    return itertools.starmap(RowIndex, zip(counts, whole.split([*map(sum, counts)]), strict=True))
 
 
 def _on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -138,7 +149,7 @@ def make_step(
         if peer != rank:
             send[peer] = [moved(some, stacked[run] - shard[run][0]) for run, some in needed(peer).rows(shard)]
             place[peer] = [moved(some, -span[0]) for _, some in wanted.rows(held)]
-    arrives, lines = RowIndex(place, device), stacked[-1] * each
+    (sent, arrives), lines = row_indices((send, place), device), stacked[-1] * each
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives.numbers[:0]])
     numbers = torch.arange(lines + arrives.total, device=device)
     sources = torch.full((rows * each,), lines + arrives.total, device=device)
@@ -148,4 +159,4 @@ def make_step(
         # a line of all heads has one offset
         places = (np.arange(stacked[-1])[:, None] * sparse[0] + np.array(offsets[:each])) * each + np.arange(each)
         own_lines, own = _on_device(places.ravel(), device), ()
-    return Step(what, kv_heads, num_heads // each, rows, own, RowIndex(send, device), arrives, sources, own_places, own_lines)
+    return Step(what, kv_heads, num_heads // each, rows, own, sent, arrives, sources, own_places, own_lines)

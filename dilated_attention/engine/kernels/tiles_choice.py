@@ -64,7 +64,8 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
 
     It is the preferred one, which computes problem by problem, unless one that takes boundaries in place of problems is faster.
     """
-    if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not (shape.is_cut or len(shape.documents) > 1):
+    may_be_packed = pattern.num_branches == 1 and (shape.is_cut or len(shape.documents) > 1)
+    if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not may_be_packed:
         return preferred
     for name in registry.order(request):
         backend = registry.get(name)
