@@ -30,7 +30,7 @@ from dilated_attention.distributed.exchange.plan import (
     union,
     wanted_keys,
 )
-from dilated_attention.distributed.exchange.step import Pair, RowIndex, Step
+from dilated_attention.distributed.exchange.step import Pair, Step, row_indices
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
@@ -248,13 +248,14 @@ def held_documents(
             lists = lists_of_memory(lists, (keys[0] - start, keys[1] - start))
         positions = np.concatenate([np.arange(start + low * block, min(start + high * block, end)) for low, high in runs])
         place = is_own[positions].nonzero()[0]
+        at, launched = (index.numbers for index in row_indices(([[place]], [[positions]]), device))
         # a rank's rows of one document lie side by side
         first, row = row, row + len(place)
         common: dict[str, Any] = {
             "rows": slice(first, row),
-            "place": None if len(place) == lists.num_queries else RowIndex([[place]], device).numbers,
+            "place": None if len(place) == lists.num_queries else at,
             "key_rows": slice(keys[0] - span.start, keys[1] - span.start),
-            "positions": RowIndex([[positions]], device).numbers,
+            "positions": launched,
             "first_key": keys[0],
             "settings": settings,
         }
