@@ -205,6 +205,7 @@ def make_sharding_plan(
 ) -> ShardingPlan:
     """Returns the sharding plan of ``exchange`` ``"all_gather"`` or ``"all_to_all"``."""
 
+    @functools.cache
     def holdings(layout: str, by_heads: bool) -> tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]:
         queries, keys, heads_per_kv_head = [], [], num_heads // num_kv_heads
         for rank in range(size):
