@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -222,19 +221,11 @@ class BlockPart(Part):
         return self.passes[kind]  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, eq=False)
-class HeldDocument:
-    """What a rank computes of a document: the lists of all heads over the keys in the memory, and what its parts have in common."""
-
-    lists: BlockLists
-    common: dict[str, Any]
-
-
 def held_documents(
     ring_problem: RingBlockProblem, rank: int, span: KeySpan, settings: CallSettings, device: torch.device
-) -> list[HeldDocument]:
-    """Returns the documents of which a rank holds rows. ``span``: of the keys in the memory."""
-    block, row, is_own, holdings = ring_problem.pattern.q_block, 0, np.zeros(ring_problem.seq_len, dtype=bool), []
+) -> list[BlockPart]:
+    """Returns what a rank computes of each document, for all heads, with lists where they were built. ``span``: of the memory's keys."""
+    block, row, is_own, parts = ring_problem.pattern.q_block, 0, np.zeros(ring_problem.seq_len, dtype=bool), list[BlockPart]()
     for run in ring_problem.shards[rank]:
         is_own[slice(*run)] = True
     for document in ring_problem.documents:
@@ -251,22 +242,25 @@ def held_documents(
         at, launched = (index.numbers for index in row_indices(([[place]], [[positions]]), device))
         # a rank's rows of one document lie side by side
         first, row = row, row + len(place)
-        common: dict[str, Any] = {
-            "rows": slice(first, row),
-            "place": None if len(place) == lists.num_queries else at,
-            "key_rows": slice(keys[0] - span.start, keys[1] - span.start),
-            "positions": launched,
-            "first_key": keys[0],
-            "settings": settings,
-        }
-        holdings.append(HeldDocument(lists, common))
-    return holdings
+        parts.append(
+            BlockPart(
+                rows=slice(first, row),
+                heads=(0, ring_problem.num_heads),
+                key_rows=slice(keys[0] - span.start, keys[1] - span.start),
+                settings=settings,
+                place=at if len(place) < lists.num_queries else None,
+                positions=launched,
+                first_key=keys[0],
+                lists=lists,
+            )
+        )
+    return parts
 
 
-def block_parts(held: list[HeldDocument], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:
+def block_parts(held: list[BlockPart], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:
     """Returns what a rank computes in a step for some query heads."""
-    of_heads = ((lists_of_heads(x.lists, heads), x.common) for x in held)
-    return tuple(BlockPart(heads=heads, lists=x if x.columns.device == device else x.on(device), **common) for x, common in of_heads)
+    of_heads = ((part, lists_of_heads(part.lists, heads)) for part in held)
+    return tuple(replace(part, heads=heads, passes={}, lists=x if x.columns.device == device else x.on(device)) for part, x in of_heads)
 
 
 def check_backends(part: BlockPart, step: Step, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:

@@ -315,7 +315,7 @@ def make_setup(
             steps_of_heads = block_steps(block_problem, needs, needed_of, sizes, device_bytes, problem, needs_grad=training, forced=forced)
     else:
         assert problem is not None and pattern is not None
-        documents_held = []
+        documents_held = list[BlockPart]()
         # masks and dropout are by position, and detached mixing needs the outputs of all branches
         plain = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
         crossing = crossing_of(problem, row_bytes * kv_heads) if plain and len(ranks) > 1 else None
