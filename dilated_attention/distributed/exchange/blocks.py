@@ -54,7 +54,7 @@ class NeededBlocks:
 
     def runs(self, rank: int, kv_heads: tuple[int, int | None] = (0, None)) -> list[Range]:
         """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads or for all."""
-        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else self.kept[rank, slice(*kv_heads)].any(0)
+        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else np.logical_or.reduce(self.kept[rank, slice(*kv_heads)])
         ends = self.edges[kept[1:] != kept[:-1]].tolist()
         return list(zip(ends[::2], ends[1::2], strict=True))
 

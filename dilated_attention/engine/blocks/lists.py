@@ -136,7 +136,7 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     row_starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     total, first = int(row_starts[-1]), lists.row_starts.index_select(0, chosen) - row_starts[:-1]
     place = first.repeat_interleave(counts, output_size=total) + torch.arange(total, device=device)
-    columns, masks = (None if x is None else x.index_select(0, place) for x in (lists.columns, lists.masks))
+    columns, masks = lists.columns.index_select(0, place), None if lists.masks is None else lists.masks.index_select(0, place)
     interval = None
     if lists.interval is not None:
         positions = (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=device)).flatten()[:num_queries]
