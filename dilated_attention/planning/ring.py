@@ -137,11 +137,12 @@ def _of_blocks(problem: Problem, pattern: BlockPattern, memory: int) -> Exchange
     ring_problem = RingBlockProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
     needs = blocks.needs_of(ring_problem, torch.device("cpu"))
     sizes = problem.batch_size, problem.head_dim, problem.dtype.itemsize
-    steps = setup.block_steps(ring_problem, needs, sizes, memory, needs_grad=problem.training)
+    needed_of = functools.partial(blocks.needed_blocks, ring_problem, needs)
+    steps = setup.block_steps(ring_problem, needs, needed_of, sizes, memory, needs_grad=problem.training)
     seen = torch.zeros((W, W), dtype=torch.int64)
     for kv_heads in setup.heads_of(steps):
         # what one head needs counts for all heads of its step
-        needed = [blocks.needed_blocks(ring_problem, needs, rank, kv_heads) for rank in range(W)]
+        needed = [needed_of(rank, kv_heads) for rank in range(W)]
         seen += _units(needed, shards, kv_heads[1] - kv_heads[0])
     # a rank's memory holds all rows from the first to the last that it needs
     lengths = torch.tensor([end - start for start, end in (blocks.block_span(ring_problem, needs, rank) for rank in range(W))])

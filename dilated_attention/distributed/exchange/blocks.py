@@ -12,12 +12,12 @@ import functools
 import hashlib
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
 
+import numpy as np
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.distributed.exchange.computation import Masks, Part, Tensors, masks_at
+from dilated_attention.distributed.exchange.computation import Masks, Part, Tensors, masks_at, narrow
 from dilated_attention.distributed.exchange.plan import (
     KeySpan,
     Needed,
@@ -29,7 +29,7 @@ from dilated_attention.distributed.exchange.plan import (
     union,
     wanted_keys,
 )
-from dilated_attention.distributed.exchange.step import Pair, Step
+from dilated_attention.distributed.exchange.step import Pair, Step, row_indices
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
@@ -42,40 +42,21 @@ from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """The key blocks of all documents, one after the other. ``starts, ends``: (C,) positions of each block; ``first``: index of each
-    document's first block, followed by C."""
-
-    starts: torch.Tensor
-    ends: torch.Tensor
-    first: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class NeededBlocks:
-    """``kept``: bool (W, K or 1, C), whether a rank needs a key block for a key/value head (1 for all); ``blocks``: the most blocks that a
-    rank computes, over all heads; ``digest``: hash of the lists, if patterns cannot be compared."""
+    """``edges``: (C + 1,) the positions at which the key blocks of all documents begin, and N; ``kept``: bool (W, K or 1, C + 2), whether a
+    rank needs a key block for a key/value head (1 for all), with a False on either side; ``blocks``: the most blocks that a rank computes,
+    over all heads; ``digest``: hash of the lists, if patterns cannot be compared."""
 
-    kept: torch.Tensor
+    edges: np.ndarray
+    kept: np.ndarray
     blocks: float
     digest: str
 
-    def of_heads(self, heads: Range) -> torch.Tensor:
-        """Returns ``kept`` for key/value heads [first, last), bool (W, C)."""
-        return self.kept[:, 0] if self.kept.shape[1] == 1 else self.kept[:, slice(*heads)].any(1)
-
-
-@functools.lru_cache(maxsize=4)
-def columns_of(ring_problem: RingBlockProblem) -> Columns:
-    block = ring_problem.pattern.k_block
-    first, starts, ends = [0], [], []
-    for start, end in ring_problem.documents:
-        mine = torch.arange(start, end, block)
-        starts.append(mine)
-        ends.append((mine + block).clamp(max=end))
-        first.append(first[-1] + mine.shape[0])
-    none = torch.zeros(0, dtype=torch.int64)
-    return Columns(torch.cat([none, *starts]), torch.cat([none, *ends]), tuple(first))
+    def runs(self, rank: int, kv_heads: tuple[int, int | None] = (0, None)) -> list[Range]:
+        """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads or for all."""
+        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else np.logical_or.reduce(self.kept[rank, slice(*kv_heads)])
+        ends = self.edges[kept[1:] != kept[:-1]].tolist()
+        return list(zip(ends[::2], ends[1::2], strict=True))
 
 
 def lists_of(ring_problem: RingBlockProblem, document: Range, device: torch.device) -> BlockLists:
@@ -96,14 +77,16 @@ def query_blocks(ring_problem: RingBlockProblem, rank: int, document: Range) -> 
 @torch.no_grad()
 def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBlocks:
     """Computes the needs of all ranks from the lists of all; they are returned on the CPU."""
-    columns, pattern, ratio = columns_of(ring_problem), ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads
+    pattern, ratio, documents = ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads, ring_problem.documents
     # a pattern that is given by a density may differ between heads at one length but not at another
-    per_head = any(pattern.at(end - start).per_head for start, end in ring_problem.documents)
-    kept = torch.zeros((ring_problem.size, ring_problem.num_kv_heads if per_head else 1, len(columns.starts)), dtype=torch.bool)
-    blocks, digest = [0.0] * ring_problem.size, hashlib.sha256() if pattern.lives_here else None
-    for index, document in enumerate(ring_problem.documents):
+    per_head = any(pattern.at(end - start).per_head for start, end in documents)
+    edges = np.concatenate([*(np.arange(*document, pattern.k_block) for document in documents), [ring_problem.seq_len]])
+    kept = np.zeros((ring_problem.size, ring_problem.num_kv_heads if per_head else 1, len(edges) + 1), dtype=bool)
+    blocks, digest, before = [0.0] * ring_problem.size, hashlib.sha256() if pattern.lives_here else None, 1
+    for document in documents:
         lists = lists_of(ring_problem, document, device)
-        starts, column = lists.row_starts.tolist(), columns.first[index] + lists.columns.cpu().long()
+        starts, column = lists.row_starts.tolist(), before + lists.columns.cpu().numpy()
+        before += lists.num_columns
         for rank in range(ring_problem.size):
             # a run's blocks of one head lie side by side
             for group, (low, high) in itertools.product(range(lists.num_heads), query_blocks(ring_problem, rank, document)):
@@ -113,17 +96,7 @@ def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBloc
         if digest is not None:
             for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
                 digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
-    return NeededBlocks(kept, max(blocks), "" if digest is None else digest.hexdigest()[:16])
-
-
-def kept_runs(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, kv_heads: Range | None = None) -> list[Range]:
-    """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some of these heads or of all."""
-    columns = columns_of(ring_problem)
-    kept = needs.of_heads(kv_heads or (0, ring_problem.num_kv_heads))[rank]
-    starts, ends = columns.starts[kept], columns.ends[kept]
-    cuts = (starts[1:] != ends[:-1]).nonzero()[:, 0]
-    firsts, lasts = torch.cat([starts[:1], starts[1:][cuts]]), torch.cat([ends[:-1][cuts], ends[-1:]])
-    return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+    return NeededBlocks(edges, kept, max(blocks), "" if digest is None else digest.hexdigest()[:16])
 
 
 def needed_blocks(
@@ -131,13 +104,13 @@ def needed_blocks(
 ) -> Needed:
     """Returns the keys of other ranks that a rank needs for a step's heads, for a kept block or for ``branches``."""
     wanted, heads = ([], 1) if branches is None else wanted_keys(branches, rank, kv_heads)
-    wanted += [Wanted(*run) for run in kept_runs(ring_problem, needs, rank, kv_heads)]
+    wanted += [Wanted(*run) for run in needs.runs(rank, kv_heads)]
     return union(wanted, ring_problem.shards[rank], heads)
 
 
 def block_span(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int) -> Range:
     """Returns the shortest range of whole key blocks that holds a rank's own and needed keys."""
-    runs, block = kept_runs(ring_problem, needs, rank), ring_problem.pattern.k_block
+    runs, block = needs.runs(rank), ring_problem.pattern.k_block
     if own := ring_problem.shards[rank]:
         for position in (own[0][0], own[-1][1] - 1):
             start, end = next((a, b) for a, b in ring_problem.documents if a <= position < b)
@@ -176,20 +149,11 @@ def _without_unused_masks(lists: BlockLists) -> BlockLists:
 
 
 def lists_of_memory(lists: BlockLists, keys: Range) -> BlockLists:
-    """Returns the lists over the keys at positions [low, high) of the document alone, which begin with a block. A last block that goes on
-    beyond them is dropped; lists that serve several lengths may also name others, of which no pair is left."""
-    size, (low, high) = lists.k_block, keys
+    """Returns the lists over the keys at positions [low, high) of the document alone, which hold all blocks that the lists name."""
+    low, high = keys
     shifted = None if lists.interval is None else [(x - low).clamp(0, high - low) for x in lists.interval]
-    last = -(-high // size) if high == lists.num_keys else high // size
-    inside = (lists.columns >= low // size) & (lists.columns < last)
-    moved = replace(
-        lists,
-        num_keys=high - low,
-        row_starts=torch.nn.functional.pad(inside.cumsum(0, dtype=torch.int32), (1, 0))[lists.row_starts.long()],
-        columns=lists.columns[inside] - low // size,
-        masks=None if lists.masks is None else lists.masks[inside],
-        interval=None if shifted is None else (shifted[0], shifted[1]),
-    )
+    interval = None if shifted is None else (shifted[0], shifted[1])
+    moved = replace(lists, num_keys=high - low, columns=lists.columns - low // lists.k_block, interval=interval)
     return _without_unused_masks(moved)
 
 
@@ -207,8 +171,7 @@ class BlockPart(Part):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
         backend = self.backend(q, k, masks.padding is not None, False)
-        to = None if into is None else into[0]
-        assert to is None or self.place is None, "rows that are not adjacent have no view"
+        to = None if into is None or self.place is not None else into[0]
         out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
         return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
 
@@ -220,18 +183,18 @@ class BlockPart(Part):
         dlse = None if dlse is None else self._launched(dlse, 2)
         backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
         tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
-        to = None if into is None else into[0]
+        to = None if into is None or self.place is not None else into[0]
         dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=to)  # type: ignore[arg-type]
         return dq if self.place is None else dq.index_select(1, self.place), dk, dv
 
     def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
         """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
+        (x,) = narrow(self.rows, dim, x)
         if self.place is None:
-            assert isinstance(self.rows, slice)
-            return x.narrow(dim, self.rows.start, self.rows.stop - self.rows.start)
+            return x
         shape = list(x.shape)
         shape[dim] = len(self.positions)
-        return x.new_full(shape, value).index_copy_(dim, self.place, x.index_select(dim, self.rows))  # type: ignore[arg-type]
+        return x.new_full(shape, value).index_copy_(dim, self.place, x)
 
     def _options(self, q: torch.Tensor, masks: Masks) -> Options:
         settings, first, count = self.settings, self.first_key, self.key_rows.stop - self.key_rows.start
@@ -258,52 +221,46 @@ class BlockPart(Part):
         return self.passes[kind]  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, eq=False)
-class HeldDocument:
-    """What a rank computes of a document: the lists of all heads over the keys in the memory, and what its parts have in common."""
-
-    lists: BlockLists
-    common: dict[str, Any]
-
-
 def held_documents(
     ring_problem: RingBlockProblem, rank: int, span: KeySpan, settings: CallSettings, device: torch.device
-) -> list[HeldDocument]:
-    """Returns the documents of which a rank holds rows. ``span``: of the keys in the memory."""
-    own, block = torch.cat([torch.arange(0), *(torch.arange(*run) for run in ring_problem.shards[rank])]), ring_problem.pattern.q_block
-    holdings = []
+) -> list[BlockPart]:
+    """Returns what a rank computes of each document, for all heads, with lists where they were built. ``span``: of the memory's keys."""
+    block, row, is_own, parts = ring_problem.pattern.q_block, 0, np.zeros(ring_problem.seq_len, dtype=bool), list[BlockPart]()
+    for run in ring_problem.shards[rank]:
+        is_own[slice(*run)] = True
     for document in ring_problem.documents:
         if not (runs := query_blocks(ring_problem, rank, document)):
             continue
-        rows = torch.cat([torch.arange(*run) for run in runs])
         lists, (start, end) = lists_of(ring_problem, document, device), document
-        if len(rows) < lists.num_rows:
-            lists = select_rows(lists, rows)
+        if runs != ((0, lists.num_rows),):
+            lists = select_rows(lists, torch.cat([torch.arange(*run) for run in runs]))
         keys = max(start, span.start), min(end, span.end)
         if keys != document:
             lists = lists_of_memory(lists, (keys[0] - start, keys[1] - start))
-        positions = (rows[:, None] * block + torch.arange(block)).flatten() + start
-        positions = positions[positions < end]
-        at = torch.searchsorted(own, positions)
-        place = (own[at.clamp(max=len(own) - 1)] == positions).nonzero()[:, 0]
-        held, is_whole = at[place], len(place) == len(positions)
-        common: dict[str, Any] = {
-            # whole blocks of one document lie side by side
-            "rows": slice(int(held[0]), int(held[-1]) + 1) if is_whole else held.to(device),
-            "place": None if is_whole else place.to(device),
-            "key_rows": slice(keys[0] - span.start, keys[1] - span.start),
-            "positions": positions.to(device),
-            "first_key": keys[0],
-            "settings": settings,
-        }
-        holdings.append(HeldDocument(lists, common))
-    return holdings
+        positions = np.concatenate([np.arange(start + low * block, min(start + high * block, end)) for low, high in runs])
+        place = is_own[positions].nonzero()[0]
+        at, launched = (index.numbers for index in row_indices(([[place]], [[positions]]), device))
+        # a rank's rows of one document lie side by side
+        first, row = row, row + len(place)
+        parts.append(
+            BlockPart(
+                rows=slice(first, row),
+                heads=(0, ring_problem.num_heads),
+                key_rows=slice(keys[0] - span.start, keys[1] - span.start),
+                settings=settings,
+                place=at if len(place) < lists.num_queries else None,
+                positions=launched,
+                first_key=keys[0],
+                lists=lists,
+            )
+        )
+    return parts
 
 
-def block_parts(held: list[HeldDocument], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:
+def block_parts(held: list[BlockPart], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:
     """Returns what a rank computes in a step for some query heads."""
-    of_heads = ((lists_of_heads(x.lists, heads), x.common) for x in held)
-    return tuple(BlockPart(heads=heads, lists=x if x.columns.device == device else x.on(device), **common) for x, common in of_heads)
+    of_heads = ((part, lists_of_heads(part.lists, heads)) for part in held)
+    return tuple(replace(part, heads=heads, passes={}, lists=x if x.columns.device == device else x.on(device)) for part, x in of_heads)
 
 
 def check_backends(part: BlockPart, step: Step, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:

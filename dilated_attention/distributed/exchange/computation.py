@@ -35,10 +35,10 @@ HOST_MS = {False: 0.6, True: 1.7}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part(ABC):
-    """Some of a rank's query ``rows`` (a slice or indices) and ``heads`` (counted on this rank) on the rows ``key_rows`` of a step's
+    """Some of a rank's query ``rows`` and ``heads`` (counted on this rank) on the rows ``key_rows`` of a step's
     memory. ``passes``: how each pass runs, by the strides of the tensors it reads."""
 
-    rows: slice | torch.Tensor
+    rows: slice
     heads: Range
     key_rows: slice
     passes: dict[Any, Any] = field(default_factory=dict)
@@ -58,7 +58,6 @@ class QueryPart(Part):
     """Queries at positions ``queries`` on the keys of ``span``, which are a sequence of their own. ``first_head``: of this rank's heads,
     counted over the whole model."""
 
-    rows: slice
     problem: RingProblem
     settings: CallSettings
     queries: Range
@@ -197,17 +196,9 @@ class Computation:
             self._lse = torch.empty((B, H, n), dtype=self.of.acc, device=self.q.device)
         return self._lse
 
-    def _place(self, part: Part) -> torch.Tensor | None:
-        """Returns where a part may write its rows of out or dq; None if they must be put there."""
-        if not isinstance(part.rows, slice):
-            return None
+    def _place(self, part: Part) -> torch.Tensor:
+        """Returns where a part's rows of out or dq belong."""
         return narrow(part.rows, 1, *narrow(slice(*part.heads), 2, self.dq()))[0]
-
-    def _put(self, to: torch.Tensor, dim: int, part: Part, x: torch.Tensor) -> None:
-        if isinstance(part.rows, slice):
-            to.narrow(dim, part.rows.start, x.shape[dim]).copy_(x)
-        else:
-            to.index_copy_(dim, part.rows, x.to(to.dtype))
 
     def forward(self, index: int, arrival: AtHand) -> None:
         """Computes step ``index`` on its keys."""
@@ -218,8 +209,8 @@ class Computation:
             heads, place = slice(*part.heads), self._place(part)
             out, lse = part.forward(narrow(heads, 2, self.q)[0], keys, values, self.masks, (place,))
             if out is not place:
-                self._put(self.dq()[:, :, heads], 1, part, out)
-            self._put(narrow(heads, 1, self._all_lse())[0], 2, part, lse)
+                place.copy_(out)
+            narrow(part.rows, 2, *narrow(heads, 1, self._all_lse()))[0].copy_(lse)
             # before memory for the next part's is allocated
             del out, lse
 
@@ -259,7 +250,7 @@ class Computation:
         lse, dlse = narrow(heads, 1, lse)[0], None if dlse is None else narrow(heads, 1, dlse)[0]
         dq, dk, dv = part.backward((dout, q, keys, values, out, lse), dlse, self.masks, (place, None, None))
         if dq is not place:
-            self._put(self.dq()[:, :, heads], 1, part, dq)
+            place.copy_(dq)
         return dk, dv
 
 

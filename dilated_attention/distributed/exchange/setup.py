@@ -94,6 +94,7 @@ def dense_steps(
 def block_steps(
     ring_problem: RingBlockProblem,
     needs: NeededBlocks,
+    needed_of: Callable[..., Needed],
     sizes: tuple[int, int, int],
     memory: int,
     branches: RingProblem | None = None,
@@ -101,12 +102,13 @@ def block_steps(
     needs_grad: bool = False,
     forced: int = 0,
 ) -> tuple[int, ...]:
-    """Returns the steps of a call of a block pattern, with or without branches. ``sizes``: batch, head dim and bytes of an element."""
+    """Returns the steps of a call of a block pattern, with or without branches. ``needed_of``: ``needed_blocks`` of this problem;
+    ``sizes``: batch, head dim and bytes of an element."""
     batch, head_dim, itemsize = sizes
     kv_heads, ranks = ring_problem.num_kv_heads, range(ring_problem.size)
     # of a position, all heads; where heads differ, counts of positions are means over them
     row = 2 * batch * head_dim * itemsize * kv_heads
-    needed = [needed_blocks(ring_problem, needs, rank, (0, kv_heads), branches) for rank in ranks]
+    needed = (needed_of(rank, kv_heads=(0, kv_heads)) for rank in ranks)
     brought = max(x.count([(0, ring_problem.seq_len)]) / x.heads for x in needed)
     held = max(end - start for start, end in (block_span(ring_problem, needs, rank) for rank in ranks))
     pairs = needs.blocks * ring_problem.pattern.q_block * ring_problem.pattern.k_block
@@ -203,6 +205,7 @@ def make_sharding_plan(
 ) -> ShardingPlan:
     """Returns the sharding plan of ``exchange`` ``"all_gather"`` or ``"all_to_all"``."""
 
+    @functools.cache
     def holdings(layout: str, by_heads: bool) -> tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]:
         queries, keys, heads_per_kv_head = [], [], num_heads // num_kv_heads
         for rank in range(size):
@@ -302,17 +305,17 @@ def make_setup(
     if blocks is not None:
         block_problem = RingBlockProblem(blocks, is_causal=settings.is_causal, **common)
         needs = needs_of(block_problem, device)
-        needed_of: Callable[..., Needed] = functools.partial(needed_blocks, block_problem, needs, branches=problem)
+        needed_of: Callable[..., Needed] = functools.cache(functools.partial(needed_blocks, block_problem, needs, branches=problem))
         span = memory_of(block_problem, needs, own_index, problem)
         documents_held = held_documents(block_problem, own_index, span, settings, device)
         same_rows = same_rows and needs.kept.shape[1] == 1
         if may_divide:
             sizes = B, D, k.element_size()
             training, forced = settings.needs_grad, ring.head_steps
-            steps_of_heads = block_steps(block_problem, needs, sizes, device_bytes, problem, needs_grad=training, forced=forced)
+            steps_of_heads = block_steps(block_problem, needs, needed_of, sizes, device_bytes, problem, needs_grad=training, forced=forced)
     else:
         assert problem is not None and pattern is not None
-        documents_held = []
+        documents_held = list[BlockPart]()
         # masks and dropout are by position, and detached mixing needs the outputs of all branches
         plain = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
         crossing = crossing_of(problem, row_bytes * kv_heads) if plain and len(ranks) > 1 else None
@@ -321,7 +324,7 @@ def make_setup(
             layers, problem = [Layer(StepParts((home,), q_like), is_home=True)], crossing.problem
             query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q_like.shape[1], device), (crossing.step, crossing.kv_offsets)
             q_like = q_like[:, :: crossing.step]
-        needed_of, span = functools.partial(needed_keys, problem), key_span(problem, own_index)
+        needed_of, span = functools.cache(functools.partial(needed_keys, problem)), key_span(problem, own_index)
         if may_divide and is_dense:
             steps_of_heads = dense_steps(
                 ring.seq_len, size, batch=B, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=D, itemsize=k.element_size(),
@@ -334,7 +337,7 @@ def make_setup(
     # what each step brings, and what is computed on it
     steps, branch_parts, listed_parts, exchanges = list[Step](), list[tuple[Part, ...]](), list[tuple[BlockPart, ...]](), False
     for index, step_heads in enumerate(heads_of(steps_of_heads)):
-        needed = functools.cache(functools.partial(needed_of, kv_heads=step_heads))
+        needed = functools.partial(needed_of, kv_heads=step_heads)
         what = f"heads {index + 1} of {len(steps_of_heads)}"
         query_heads = step_heads[0] * (last - first) // kv_heads, step_heads[1] * (last - first) // kv_heads
         if steps and same_rows and steps_of_heads[index] == steps_of_heads[0] and not settings.dropout_p:
