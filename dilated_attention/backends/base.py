@@ -348,7 +348,7 @@ def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> l
         (request.window, capabilities.window, "takes no window"),
         (request.dropout, capabilities.dropout, "has no dropout by position (the same element dropped in every branch)"),
         (request.softcap, capabilities.softcap, "takes no softcap"),
-        (request.bias, capabilities.bias, "takes no bias by position or distance (math, flex and tiles do)"),
+        (request.bias, capabilities.bias, "takes no bias by position or distance (math and tiles do)"),
         (request.deterministic and request.needs_grad, capabilities.deterministic, "its backward is not deterministic"),
     ):
         if wanted and not able:

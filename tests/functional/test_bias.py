@@ -10,9 +10,6 @@ import pytest
 import torch
 
 import dilated_attention as da
-from dilated_attention.backends import registry
-from dilated_attention.backends.base import Bias, Mask, Options
-from dilated_attention.backends.torch_ops import flex
 from dilated_attention.engine.ops.resolve import ResolvedCall
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import LocalWindow
@@ -102,35 +99,11 @@ def test_a_number_that_no_row_reads_changes_no_gradient(backend: str) -> None:
     assert gradient(spoilt).isnan().tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_form_of_flex_equals_math(is_causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its scores and its gradient of slopes, on torch's FlexAttention without a compiler; one place is that of two rows."""
-    monkeypatch.setattr(flex, "_compiled", lambda kind, search=False: flex._call_flex)
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    q, k, v, slopes, places = (x.detach() for x in tensors(dtype=torch.float32))
-    places, dout, dlse = torch.stack([places, places + places.roll(1, 0)]), q.sin(), torch.randn(B, H, N)
-    places[:, 1] = places[:, 0]
-    padding = (torch.arange(N) % 3 == 0).expand(B, -1) if masked else None
-    mask = Mask(padding, (None, 0) if masked and is_causal else None)
-    results = []
-    for backend in (flex.FlexBackend(), registry.get("math")):
-        gradient = torch.zeros(H)
-        options = Options(0.4, is_causal and not masked, mask, bias=Bias(places, places, slopes, gradient))
-        out, lse = backend.forward(q, k[:, :, ::2], v[:, :, ::2], options)
-        # a part of a larger softmax
-        whole = torch.where(lse == -torch.inf, torch.inf, lse + 0.3)
-        grads = backend.backward(dout, q, k[:, :, ::2], v[:, :, ::2], out * 0.9, whole, options, dlse=dlse)
-        results.append((out, lse, *grads, gradient))
-    for mine, truth in zip(*results, strict=True):
-        torch.testing.assert_close(mine, truth, rtol=2e-5, atol=2e-5)
-
-
 def test_explain_names_who_computes_it() -> None:
     q, k, v, slopes, _ = tensors(dtype=torch.float32)
-    with pytest.raises(da.BackendUnavailable, match=r"no bias by position or distance \(math, flex and tiles do\)"):
+    with pytest.raises(da.BackendUnavailable, match=r"no bias by position or distance \(math and tiles do\)"):
         da.attention(q, k, v, bias=da.Alibi(slopes), backend="sdpa_cpu")
     rows = {row.name: row for row in da.explain_backend(hardware=EXAMPLES["hopper"], bias=True).rows}
-    assert "takes no bias by position or distance (math, flex and tiles do)" in rows["sdpa_flash"].reasons
+    assert "takes no bias by position or distance (math and tiles do)" in rows["sdpa_flash"].reasons
     assert rows["math"].usable and da.explain_backend(device="cpu", bias=True).forward == "math"
-    assert not any("bias" in reason for name in ("math", "flex", "tiles") for reason in rows[name].reasons)
+    assert not any("bias" in reason for name in ("math", "tiles") for reason in rows[name].reasons)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Bias, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import clear_empty_rows
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.pattern.blocks.flex_mask import padded_tables
@@ -27,10 +27,6 @@ class FlexBackend(Backend):
     Flex does not expose its backward as a function. To get the contribution of a part to a merged softmax, its autograd is used instead:
     with w = exp(lse_part − lse), the part's out gets the gradient w·dout and its lse gets w·(rowsum(dout ∘ (out_part − out)) + dlse),
     which is the derivative of the merge. This costs an additional forward.
-
-    The gradient of a bias's slopes, −Σ_ij ds_ij d_ij with distances d, follows from one more forward, whose scores are s + log d: with its
-    out' and lse', and u_i = Σ_j p_ij d_ij = exp(lse'_i − lse_i), it is −Σ_i u_i (dout_i · out'_i − δ_i). Flex's own, by an atomic operation
-    for each pair, would be slow and not deterministic.
     """
 
     name = "flex"
@@ -41,7 +37,6 @@ class FlexBackend(Backend):
         key_mask=True,
         window=True,
         softcap=True,
-        bias=True,
         lse_grad=True,
         max_batch=65_535,
         max_extent=2**31,
@@ -74,8 +69,6 @@ class FlexBackend(Backend):
         if keys is not None:
             # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        if options.bias is not None and options.bias.gradient is not None:
-            _add_slopes_gradient(options.bias.gradient, dout, q, k, v, out, lse, options, dlse, keys)
         return _part_backward(dout, q, k, v, out, lse, options, dlse, keys)
 
 
@@ -98,25 +91,8 @@ def _part_backward(
     return grads[0], grads[1], grads[2]
 
 
-def _add_slopes_gradient(
-    gradient: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
-    lists: BlockLists | None,
-) -> None:  # fmt: skip
-    with torch.no_grad():
-        far_out, far_lse = _flex(q, k, v, options, lists, by_distance=True)
-        dout_PGLD, out_PGLD = dout.transpose(1, 2).float(), out.transpose(1, 2).float()
-        difference = (dout_PGLD * (far_out.float() - out_PGLD)).sum(-1)
-        if dlse is not None:
-            difference = difference + dlse
-        # a row that is alone with keys at its own place has no out'
-        weight = (far_lse - lse).exp()
-        gradient.sub_(torch.where(weight > 0, weight * difference, 0.0).sum((0, 2)))
-
-
-def _flex(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None = None, *, by_distance: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Returns (out (P, G, L, D), lse (P, G, L)). ``by_distance``: with the logarithms of the bias's distances added to the scores."""
+def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None = None) -> tuple[Tensor, Tensor]:
+    """Returns (out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
         assert band is None, "block lists already include causality and the window"
@@ -129,11 +105,8 @@ def _flex(
     padding = options.mask.padding
     padding = None if padding is None else padding.expand(q.shape[0], -1).contiguous()
     cap = _scalar(options.softcap, q.device) if options.softcap else None
-    bias = options.bias
-    if bias is not None:
-        bias = bias._replace(queries=bias.queries.contiguous(), keys=bias.keys.contiguous(), slopes=bias.slopes.contiguous())
-    score_mod = None if padding is None and cap is None and bias is None else _score_mod(padding, cap, bias, by_distance)
-    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], name, padding is None, cap is None, q.requires_grad, bias is None, by_distance)
+    score_mod = None if padding is None and cap is None else _score_mod(padding, cap)
+    kind = (q.dtype, q.shape[-1], q.shape[2], k.shape[2], name, padding is None, cap is None, q.requires_grad)
     # torch's default tiles may be 128 wide, which does not divide blocks of 64; with autotuning it measures its other tile sizes
     search = lists is not None and min(lists.q_block, lists.k_block) < _BLOCK
     # torch's kernel for few queries reads the list of only one query block
@@ -229,18 +202,10 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def _score_mod(padding: Tensor | None, cap: Tensor | None, bias: Bias | None = None, by_distance: bool = False) -> Any:
-    queries, keys, slopes, _ = bias or (None,) * 4
-
+def _score_mod(padding: Tensor | None, cap: Tensor | None) -> Any:
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
-        if queries is not None and keys is not None and slopes is not None:
-            x, y = queries[b, q_idx, 0] - keys[b, kv_idx, 0], queries[b, q_idx, 1] - keys[b, kv_idx, 1]
-            distance = torch.sqrt(x * x + y * y)
-            score = score - slopes[h] * distance
-            if by_distance:
-                score = score + torch.log(distance)
         return score if padding is None else torch.where(padding[b, kv_idx], -float("inf"), score)
 
     return score_mod
