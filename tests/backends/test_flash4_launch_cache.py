@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention.backends.flash import flash4_launch_cache
 from dilated_attention.backends.flash.flash4_launch_cache import Replay
 
 
@@ -61,6 +62,14 @@ def test_what_the_kernels_may_depend_on_is_recorded_apart(change: str) -> None:
     scale = 5.0 if change == "scale" else 3.0
     torch.testing.assert_close(run(replay, interface, x, torch.empty(x.shape, dtype=x.dtype), scale), x * 2 * scale + 1, atol=1e-5, rtol=0)
     assert interface.count["calls"] == 2
+
+
+def test_the_oldest_recording_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4_launch_cache, "_MOST_RECORDINGS", 2)
+    interface, replay = make_interface(), Replay(("pre", "main"), num_scratch=1)
+    for rows, calls in ((1, 1), (2, 2), (3, 3), (3, 3), (2, 3), (1, 4)):
+        run(replay, interface, torch.randn(rows, 8), torch.empty(rows, 8))
+        assert interface.count["calls"] == calls
 
 
 @pytest.mark.parametrize("why", ["copies", "zeros", "aliased", "no_caches"])

@@ -135,7 +135,7 @@ def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeyp
         made.append(len(made))
         return [x, y]
 
-    call = [((32, 8), 1), ((32, 64), 2), ((48, 160), 2), ((48, 161), 3), ((16, 16), 3)]
+    call = [((32, 8), 1), ((32, 64), 2), ((48, 160), 2), ((49, 160), 3), ((16, 16), 3)]
     for pointers, bound in call:
         launch(pointers, tensors, 1)
         # the first pointers were not aligned, so that their kernel may not serve others

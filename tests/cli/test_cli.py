@@ -84,6 +84,9 @@ def test_info_tells_who_takes_lists_of_blocks_and_who_decodes(capsys: Capture) -
     assert "→ triton" in text and "✗ flash3" in text
     told = json.loads(printed(capsys, "info --for cpu --decode dense --json"))
     assert told["chosen"] == "torch" and [row["name"] for row in told["decoders"] if row["usable"]] == ["torch"]
+    flags = "--causal --inference --key-padding-mask --window --dropout --deterministic"
+    told = json.loads(printed(capsys, f"info --for cpu {flags} --json"))
+    assert ", causal, forward, key_mask, window, dropout, deterministic on " in told["request"]
 
 
 def test_show_tells_of_a_model(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,17 +149,18 @@ def test_bytes_of_a_folder(tmp_path: Path, data: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize("kind", ["bases", "masked bases"])
 def test_bases_of_every_record(kind: str, tmp_path: Path, data: Path, capsys: Capture) -> None:
     model = saved(kind, tmp_path / "model")
-    records = [bases for _, bases in read_fasta(data / "x.fa.gz")]
-    found = evaluate(model, records, context=50)
-    for path in (data / "x.fa.gz", data):
+    (data / "y.fa").write_bytes(b">\nACGTA\n")
+    for path, files, counts in ((data / "x.fa.gz", ["x.fa.gz"], (2, 18 + 480)), (data, ["x.fa.gz", "y.fa"], (3, 18 + 480 + 5))):
+        records = [bases for file in files for _, bases in read_fasta(data / file)]
+        found = evaluate(model, records, context=50)
         assert main(["evaluate", str(tmp_path / "model"), "--data", str(path), "--context", "50", "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
         assert answer["bits_per_base"] == pytest.approx(found.bits, abs=1e-6)
-        assert (answer["records"], answer["bases"], answer["scored"]) == (2, 18 + 480, found.scored)
+        assert (answer["records"], answer["bases"], answer["scored"]) == (*counts, found.scored)
         assert answer["objective"] == kind.partition(" ")[0].replace("bases", "causal")
     if kind == "bases":
         # N is no target, nor is the first base of a record
-        assert found.scored == 18 + 480 - 2 - 2
+        assert found.scored == 18 + 480 + 5 - 2 - 3
 
 
 @pytest.mark.parametrize(

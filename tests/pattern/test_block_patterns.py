@@ -205,7 +205,9 @@ def test_sparsity_has_the_density_it_says(ratio: float, kind: str, n: int, block
 
 
 def test_sparsity_of_causal_pairs_and_of_unions() -> None:
+    made = {"random": RandomBlocks, "local": LocalWindow, "dilated": DilatedBlocks, "global_local": GlobalLocal, "big_bird": BigBird}
     for pattern in (with_sparsity(ratio, kind) for kind in KINDS for ratio in (0.05, 0.5)):
+        assert type(pattern.at(32768)) is made[pattern.kind]
         # as much of the causal pairs: of the triangle there is half
         assert pattern.density(32768, is_causal=True) == pytest.approx(pattern.density(32768) / 2, rel=0.12)
         assert (pattern | Causal()).at(32768) == pattern.at(32768) | Causal()
