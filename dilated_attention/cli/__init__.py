@@ -51,6 +51,12 @@ class _Parser(argparse.ArgumentParser):
         wrong, choices, _ = message.partition("(choose from")
         super().error(f"{message} {hint_of(wrong)}".strip() if choices else message)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
+        # argparse drops "--", also where it is the value: --length=--
+        if arg_strings == ["--"] and action.option_strings:
+            raise argparse.ArgumentError(action, "got '--'; expected a value")
+        return super()._get_values(action, arg_strings)
+
 
 def _parser() -> argparse.ArgumentParser:
     called = Path(sys.argv[0]).name if sys.argv else ""

@@ -80,7 +80,9 @@ def balanced_layout(
     ...     group, [tokens, targets], [1, 1], layout=layout)
     """
     patterns = _checked(pattern)
-    seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("world_size", world_size, minimum=1, maximum=MAX_RANKS)
+    # several numbers of 8 bytes are held of each position
+    seq_len = as_int("seq_len", seq_len, minimum=0, maximum=2_147_483_648)
+    size = as_int("world_size", world_size, minimum=1, maximum=MAX_RANKS)
     num_heads = as_int("num_heads", num_heads, minimum=1)
     check_bool("is_causal", is_causal)
     documents = _documents(cu_seqlens, seq_len)

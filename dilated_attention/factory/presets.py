@@ -7,6 +7,7 @@ from typing import Any
 
 from dilated_attention.models import LongNetConfig, ModelConfig, SlideEncoderConfig, VisionConfig
 from dilated_attention.pattern import DilatedPattern, geometric_branches
+from dilated_attention.pattern.checks import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,4 +122,4 @@ SEARCHED = {
 
 def hint_of(name: Any) -> str:
     """Returns "(…: what to use)" for each of ``SEARCHED`` that a name which is refused contains; else ""."""
-    return "".join(f"({key}: {use})" for key, use in SEARCHED.items() if key in str(name).lower())
+    return "".join(f"({key}: {use})" for key, use in SEARCHED.items() if key in shown(name).lower())

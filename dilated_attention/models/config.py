@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dilated_attention.files import parse_json, replacing
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.base import OBJECT
-from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of, shown
 from dilated_attention.validation import check_bool, check_heads, check_held, check_positive, check_probability
 
 # ring attention over a sequence shared between processes → the same attention of a whole sequence
@@ -240,7 +240,7 @@ class LongNetConfig(ModelConfig):
         if isinstance(self.block_pattern, str):
             self._convert(lambda _, spec: pattern_from_spec(spec), "block_pattern")
         if self.kind == "dilated":
-            if not self.segment_lengths:
+            if not as_int_tuple("segment_lengths", self.segment_lengths):
                 raise ValueError(f"attention is {self.attention!r} and segment_lengths is empty; give segment_lengths and dilation_rates")
             pattern = self.pattern
             assert isinstance(pattern, DilatedPattern)

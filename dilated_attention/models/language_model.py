@@ -169,6 +169,7 @@ class LongNetLM(Pretrained):
         **options: Unpack[PaddingOptions],
     ) -> torch.Tensor:
         """Returns the hidden states (B, N, E) after the last norm; logits are their products with ``output_weight``. See ``forward``."""
+        check_tokens("tokens", tokens)
         check_ids("tokens", tokens, self.embedding, is_shard=self.ring is not None)
         embedded = self.embedding(tokens)
         if self.config.scale_embedding:

@@ -87,7 +87,11 @@ class Pretrained(nn.Module):
             RuntimeError: if the weights do not fit the configuration.
         """
         folder = find_model(Path(path))
-        if note := _unfinished(folder):
+        try:
+            note = _unfinished(folder)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder / _STATE} is damaged ({error!r}): copy it again, or remove it") from error
+        if note:
             warnings.warn(note, stacklevel=2)
         file, beside = folder / WEIGHTS_FILE, folder / "config.json"
         weights, metadata = read_safetensors(file, device)

@@ -81,7 +81,7 @@ class LongNetStack(nn.Module):
             ring = RingSettings.of({})
         self.config = config
         self.ring = ring
-        self.checkpoint_activations = checkpoint_activations
+        self.checkpoint_activations = check_bool("checkpoint_activations", checkpoint_activations)
         self.blocks = nn.ModuleList(
             Block(layer, depth=depth, backend=backend, ring=ring, device=device, dtype=dtype) for depth, layer in enumerate(config.layers)
         )

@@ -126,6 +126,8 @@ def check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...] = _INTEGER
         raise not_a_tensor(name, x, expected)
     if x.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; expected {expected}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name} is nested or sparse; expected a dense tensor: pad it, or convert with .to_dense()")
 
 
 def _check_bases(symbols: Any, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -13,7 +13,7 @@ from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.gpus import Gpu, machine_of
-from dilated_attention.validation import MAX_HEAD_DIM, check_bool, check_counts
+from dilated_attention.validation import DTYPES, MAX_HEAD_DIM, check_bool, check_counts
 
 # each kind, and the kind of attention that one of its processes computes
 KINDS = {kind: kind for kind in RING_KINDS.values()} | RING_KINDS
@@ -32,7 +32,7 @@ MOST_ELEMENTS = 2**56
 
 def kind_of(computes: str, world_size: int) -> str:
     """Returns the kind whose processes compute ``"dense"``, ``"dilated"`` or ``"block_sparse"`` attention."""
-    return computes if world_size == 1 else next(ring for ring, kind in RING_KINDS.items() if kind == computes)
+    return computes if as_int("world_size", world_size) == 1 else next(ring for ring, kind in RING_KINDS.items() if kind == computes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def make_problem(
             raise ValueError(
                 f"{name} is {shown(value)} and kind is {kind!r}, which {why}; take one of {', '.join(takers)}, or leave it out"
             )
-    layout = layout or ("zigzag" if kind == "ring" else "contiguous")
+    layout = ("zigzag" if kind == "ring" else "contiguous") if layout is None else layout
     one_of("layout", layout, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
     return Problem(
@@ -136,9 +136,8 @@ def _dtype(dtype: Any, machine: Gpu) -> torch.dtype:
     """Checks a dtype; None means bfloat16 for a GPU that supports it, float16 for an older one, float32 for a CPU."""
     if dtype is None:
         return torch.float32 if machine.is_cpu else torch.bfloat16 if machine.capability >= (8, 0) else torch.float16
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise ValueError(f"dtype is {shown(dtype)}; expected torch.float16, bfloat16, float32 or float64")
-    assert isinstance(dtype, torch.dtype)
     return dtype
 
 

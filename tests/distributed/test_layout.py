@@ -48,8 +48,12 @@ def test_bad_input_is_refused() -> None:
         shard_sequence(None, [x], [1, 1])
     with pytest.raises(ValueError, match=r"seq_dims\[0\] is 2 for a tensor of shape \(2, 7\); expected -2 to 1"):
         shard_sequence(None, [x], [2])
-    with pytest.raises(TypeError, match="buffers is a tensor"):
-        shard_sequence(None, x, [1])  # type: ignore[arg-type]
+    for buffers in (x, None, 3):
+        with pytest.raises(TypeError, match=rf"buffers is a {type(buffers).__name__}; expected a list of tensors"):
+            shard_sequence(None, buffers, [1])  # type: ignore[arg-type]
+    for dims in ([1.0], [None], "1", [torch.tensor([1, 2])]):
+        with pytest.raises(TypeError, match=r"seq_dims.*; expected a"):
+            shard_sequence(None, [x], dims)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"buffers\[0\] has \[7\] positions .* of 9 has \[9\]"):
         unshard_sequence(None, [x], [1], seq_len=9)
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):

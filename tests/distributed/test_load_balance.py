@@ -184,6 +184,7 @@ def test_layouts_of_blocks_are_even_and_of_few_runs(pattern: BlockPattern, n: in
         ({"cu_seqlens": torch.zeros(2)}, ValueError, r"cu_seqlens has shape \(2,\) and dtype torch.float32; expected integers"),
         ({"is_causal": 1}, TypeError, "is_causal"),
         ({"world_size": 0}, ValueError, "world_size"),
+        ({"seq_len": 2**62}, ValueError, "seq_len is 4611686018427387904; expected an integer ≤ 2,147,483,648"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -17,7 +17,7 @@ from dilated_attention import (
 from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
-from dilated_attention.models import KVCache
+from dilated_attention.models import KVCache, SlideEncoder
 from dilated_attention.models.summary import footprint
 from dilated_attention.pattern import GlobalLocal, LocalWindow, RandomBlocks, geometric_branches
 
@@ -44,6 +44,12 @@ def test_kinds_make_their_modules() -> None:
         (lambda: create_attention("dilated", segment_lengths=[8], dilation_rates=[9]), ValueError, "larger than segment_lengths"),
         (lambda: create_model("longnet-huge"), ValueError, "preset is 'longnet-huge'; expected one of 'longnet-tiny'"),
         (lambda: create_model("longnet-tiny", layers=2), TypeError, "got layers, which it does not know; it accepts vocab_size"),
+        (lambda: create_attention("dilated", **SMALL, sinks="no"), TypeError, r"sinks is 'no' \(str\); expected True or False"),
+        (lambda: create_attention("multihead_dilated", embed_dim=32, num_heads=4, **SMALL, sinks=1), TypeError, "sinks is 1"),
+        (lambda: create_model("longnet-tiny", checkpoint_activations="no"), TypeError, "checkpoint_activations is 'no'"),
+        (lambda: create_model("longnet-tiny", segment_lengths=3), TypeError, "segment_lengths is 3"),
+        (lambda: create_model(10**5000), TypeError, r"preset is about 2\*\*16609"),  # type: ignore[arg-type]
+        (lambda: SlideEncoder({"in_dim": 8}), TypeError, "config is {'in_dim': 8}; expected a SlideEncoderConfig"),  # type: ignore[arg-type]
         (lambda: create_model("longnet-tiny", num_heads=5), ValueError, "embed_dim is 128 and num_heads is 5"),
     ],
 )

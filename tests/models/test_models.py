@@ -217,9 +217,17 @@ def test_what_a_model_cannot_do_is_refused() -> None:
     assert torch.equal(model()(tokens_of(1, 6), seq_len=6), model()(tokens_of(1, 6)))
     with pytest.raises(ValueError, match="seq_len is 12 and there are 6 positions"):
         model()(tokens_of(1, 6), seq_len=12)
-    for tokens, error in ((torch.zeros(3, dtype=torch.long), ValueError), (torch.zeros(1, 3), TypeError), ([[1]], TypeError)):
-        with pytest.raises(error, match="tokens"):
-            model()(tokens)
+    sparse, nested = (
+        torch.ones(1, 3, dtype=torch.long).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(3, dtype=torch.long)], layout=torch.jagged),
+    )
+    for tokens, error in (
+        (torch.zeros(3, dtype=torch.long), ValueError), (torch.zeros(1, 3), TypeError), ([[1]], TypeError), (sparse, TypeError),
+        (nested, TypeError),
+    ):  # fmt: skip
+        for call in (model(), model().hidden):
+            with pytest.raises(error, match=r"tokens.*; expected"):
+                call(tokens)
 
 
 def test_drop_path_drops_whole_samples_and_documents_and_keeps_the_mean() -> None:

@@ -283,3 +283,7 @@ def test_a_runs_folder_has_the_model_of_its_end_or_names_the_command_that_writes
                 assert version_of(folder) == 3
             assert len(caught) == (said is not None)
             assert said is None or re.search(said, str(caught[0].message)), caught[0].message
+    for spoilt in ("", "[]", "{}", '{"step": "x", "stopped": true}', '{"step": null}'):
+        (run / "checkpoint" / "run.json").write_text(spoilt)
+        with pytest.raises(ValueError, match=r"run\.json is damaged \(.*copy it again, or remove it"):
+            LongNetLM.from_pretrained(run)

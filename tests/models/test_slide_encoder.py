@@ -350,6 +350,12 @@ def test_scattered_tiles_that_never_touch_are_warned_of(case: str) -> None:
     assert not wrong_step(coords[None], [0, len(coords)], 512) or "tenth of a sparse" not in case
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16])
+def test_integers_that_cannot_hold_the_tile_size_are_places(dtype: torch.dtype) -> None:
+    coords = torch.tensor([[0, 9], [90, 3], [41, 77]])
+    assert wrong_step(coords.to(dtype)[None], [0, 3], 256) == wrong_step(coords[None], [0, 3], 256) is not None
+
+
 @pytest.mark.parametrize(
     ("step", "tile_size", "text"),
     [

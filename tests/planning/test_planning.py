@@ -315,6 +315,8 @@ def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, An
         ("dilated", {}, "needs segment_lengths"),
         ("dilated", {"segment_lengths": [8], "dilation_rates": [1], "pattern": DilatedPattern((8,), (1,))}, "give only one of them"),
         ("ring", {"layout": "diagonal", "world_size": 2}, "layout"),
+        ("ring", {"layout": "", "world_size": 2}, "layout is ''; expected one of 'contiguous', 'zigzag', 'striped'"),
+        ("dense", {"dtype": np.array([1, 2])}, r"dtype is array\(\[1, 2\]\); expected torch.float16"),
         ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are not a multiple of 3"),
         ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),
         ("dense", {"dtype": torch.int8}, "dtype is torch.int8"),
@@ -328,6 +330,10 @@ def test_what_cannot_be_is_refused(kind: str, options: dict[str, Any], text: str
         plan_attention(kind, **arguments)
     with pytest.raises(TypeError, match="takes a pattern"):
         plan_attention("block_sparse", num_positions=64, num_heads=8, head_dim=64)
+    with pytest.raises(TypeError, match=r"layout is 0 \(int\); expected one of 'contiguous'"):
+        plan_attention("ring", num_positions=64, num_heads=8, head_dim=64, layout=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"world_size is .*; expected an integer"):
+        plan_model("longnet-tiny", num_positions=64, world_size=np.array([1, 2]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_positions", [2**20, 2**22, 2**24, 2**31 - 2**20])

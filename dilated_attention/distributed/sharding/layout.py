@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dilated_attention.distributed.comm.group import Members, members_of
 from dilated_attention.distributed.sharding.custom_layout import LAYOUTS, Layout, is_dealt, layout_name, runs_of, short_name
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, as_int_tuple
 from dilated_attention.validation import not_a_tensor
 
 __all__ = ["LAYOUTS", "Span", "local_length", "local_positions", "positions_of", "shard_sequence", "spans", "unshard_sequence"]
@@ -210,9 +210,9 @@ class _SumOwn(_Linear):
 
 
 def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int]:
-    if isinstance(buffers, torch.Tensor):
-        raise TypeError("buffers is a tensor; expected a list of tensors, e.g. [q, k, v]")
-    if isinstance(seq_dims, int) or len(seq_dims) != len(buffers):
+    if not isinstance(buffers, (list, tuple)):
+        raise TypeError(f"buffers is a {type(buffers).__name__}; expected a list of tensors, e.g. [q, k, v]")
+    if isinstance(seq_dims, int) or len(as_int_tuple("seq_dims", seq_dims)) != len(buffers):
         raise ValueError(f"seq_dims is {seq_dims} for {len(buffers)} buffers; give one sequence dimension for each")
     dims = []
     for index, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):

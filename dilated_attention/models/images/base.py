@@ -10,7 +10,7 @@ from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder, ModelOptions, stack_options
 from dilated_attention.modules import RingSettings
-from dilated_attention.pattern.checks import one_of
+from dilated_attention.pattern.checks import one_of, shown
 
 
 class ImageModel(Pretrained):
@@ -21,6 +21,8 @@ class ImageModel(Pretrained):
     def __init__(self, name: str, config: Any, options: ModelOptions) -> None:
         super().__init__()
         self.config = config
+        if not isinstance(self.config, self.config_class):
+            raise TypeError(f"config is {shown(config)}; expected a {self.config_class.__name__}")
         # the model derives the layout of tokens from that of their sources, for which a Layout's length is another
         one_of("layout", options.get("layout", "contiguous"), LAYOUTS)
         given = stack_options(name, options)

@@ -113,14 +113,14 @@ def wrong_step(coords: torch.Tensor, bounds: list[int], tile_size: int) -> str |
     for slide, places in enumerate(coords if len(bounds) == 2 else coords[0].tensor_split(bounds[1:-1])):
         step = tile_step(places)
         if not step:
-            cells = places.div(tile_size, rounding_mode="floor").unique(dim=0)
+            cells = places.double().div(tile_size, rounding_mode="floor").unique(dim=0)
             square = f"cells of {tile_size} × {tile_size} pixels"
             if len(places) and 2 * len(cells) <= len(places):
                 return (
                     f"the {len(places)} tiles of slide {slide} lie in {len(cells)} {square}, so several get one position; expected the x "
                     "and y of each tile in pixels at level 0"
                 )
-            if _never_touch(cells.double()):
+            if _never_touch(cells):
                 return (
                     f"no two of the {len(places)} tiles of slide {slide} lie in neighbouring {square}, so they never touch; expected "
                     "tile_size to be the pixels at level 0 that a tile covers, such as 512 for 256 pixels at 20× of a slide scanned at 40× "
