@@ -53,8 +53,8 @@ class Attention(nn.Module):
         self.deterministic = check.check_bool("deterministic", given["deterministic"])
         registry.check_name(given["backend"])
         self.backend: str = given["backend"]
-        sinks, num_heads = given["sinks"], given["num_heads"]
-        if num_heads is not None and not check.check_bool("sinks", sinks):
+        sinks, num_heads = check.check_bool("sinks", given["sinks"]), given["num_heads"]
+        if num_heads is not None and not sinks:
             raise ValueError(f"num_heads is {num_heads} without sinks, for which alone it is; give sinks=True, or leave it out")
         self.sinks = None
         if sinks:

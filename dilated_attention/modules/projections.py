@@ -49,7 +49,7 @@ class MultiheadAttention(nn.Module):
         of_projections = {key: options.get(key, DEFAULTS[key]) for key in ProjectionOptions.__annotations__}
         self._make_projections(embed_dim, num_heads, of_projections)
         of_core = {key: value for key, value in options.items() if key not in of_projections}
-        sinks_of = self.num_heads if options.get("sinks") else None
+        sinks_of = self.num_heads if options.get("sinks") is True else None
         self.attention = core(*patterns, num_heads=sinks_of, **of_core)
         self.attention.to(device=of_projections["device"], dtype=of_projections["dtype"])
         if "segment_lengths" in self.attention._shape:
