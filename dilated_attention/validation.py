@@ -174,7 +174,8 @@ def check_softcap(softcap: Any, scale: float, dtype: torch.dtype) -> float:
             f"softcap is {shown(softcap)} and scale is {scale:.3g}; expected a number from {lowest:.3g} to {highest:.3g}, for which "
             f"{held.dtype} holds scale / softcap, or None for scores without a cap"
         )
-    return float(softcap)
+    # the same number, a constant to torch.compile, to which a float that varies is a symbol: the op takes caps in its text
+    return float.fromhex(float(softcap).hex())
 
 
 def check_probability(name: str, value: Any) -> float:
