@@ -37,7 +37,7 @@ def refuse_where(is_wrong: torch.Tensor, text: str) -> None:
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_plain(name, x, "a torch.Tensor of shape (batch, sequence, heads, head_dim)")
+        check_plain(name, x, "a torch.Tensor of shape (batch, sequence, heads, head_dim)")
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (batch, sequence, heads, head_dim)")
         if x.dtype not in DTYPES:
@@ -72,7 +72,7 @@ def check_sinks(sinks: Any, q: torch.Tensor) -> None:
 
 
 def check_numbers_of_heads(name: str, x: Any, q: torch.Tensor, what: str = "number", or_none: str = "") -> None:
-    _check_plain(name, x, f"a tensor with one {what} per head, of shape ({q.shape[2]},){',' * bool(or_none)}{or_none}")
+    check_plain(name, x, f"a tensor with one {what} per head, of shape ({q.shape[2]},){',' * bool(or_none)}{or_none}")
     if tuple(x.shape) != (q.shape[2],):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected one {what} per query head, ({q.shape[2]},)")
     if x.dtype not in (torch.float32, q.dtype):
@@ -81,7 +81,7 @@ def check_numbers_of_heads(name: str, x: Any, q: torch.Tensor, what: str = "numb
         raise ValueError(f"{name} is on {x.device} and q on {q.device}; they must be on one device: move it with .to()")
 
 
-def _check_plain(name: str, x: Any, expected: str) -> None:
+def check_plain(name: str, x: Any, expected: str) -> None:
     """Checks that x is a plain strided tensor on this process; anything else is refused with a way to fix it."""
     if not isinstance(x, torch.Tensor):
         raise not_a_tensor(name, x, expected)
@@ -174,7 +174,8 @@ def check_softcap(softcap: Any, scale: float, dtype: torch.dtype) -> float:
             f"softcap is {shown(softcap)} and scale is {scale:.3g}; expected a number from {lowest:.3g} to {highest:.3g}, for which "
             f"{held.dtype} holds scale / softcap, or None for scores without a cap"
         )
-    return float(softcap)
+    # the same number, a constant to torch.compile, to which a float that varies is a symbol: the op takes caps in its text
+    return float.fromhex(float(softcap).hex())
 
 
 def check_probability(name: str, value: Any) -> float:
@@ -227,7 +228,7 @@ def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
 def check_key_padding_mask(mask: Any, k: torch.Tensor, name: str = "key_padding_mask") -> None:
     if mask is None:
         return
-    _check_plain(name, mask, "a bool tensor of shape (batch, keys), True = padding")
+    check_plain(name, mask, "a bool tensor of shape (batch, keys), True = padding")
     if mask.dtype is not torch.bool:
         raise TypeError(f"key_padding_mask has dtype {mask.dtype}; expected torch.bool, True = padding: e.g. key_padding_mask=(mask == 0)")
     if tuple(mask.shape) != (k.shape[0], k.shape[1]):
@@ -240,7 +241,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     """Checks shape and type only; the values are read during planning, so that a traced graph does not depend on them."""
     if cu_seqlens is None:
         return
-    _check_plain("cu_seqlens", cu_seqlens, "an int32 tensor of shape (documents + 1,)")
+    check_plain("cu_seqlens", cu_seqlens, "an int32 tensor of shape (documents + 1,)")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; expected torch.int32")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:

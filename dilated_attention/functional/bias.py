@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.validation import check_numbers_of_heads, not_a_tensor
+from dilated_attention.validation import check_numbers_of_heads, check_plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,7 @@ def check_bias(bias: Any, q: Tensor, k: Tensor) -> None:
     if isinstance(bias, Alibi):
         return
     x, (B, N) = bias.coordinates, k.shape[:2]
-    if not isinstance(x, Tensor):
-        raise not_a_tensor("bias.coordinates", x, "a tensor of shape (N, 2), the places of all keys")
+    check_plain("bias.coordinates", x, "a tensor of shape (N, 2), the places of all keys")
     allowed = [(N,), (N, 1), (N, 2), (B, N, 1), (B, N, 2)]
     if tuple(x.shape) not in allowed:
         raise ValueError(f"bias.coordinates has shape {tuple(x.shape)}; expected one of {', '.join(map(str, allowed))} for {N} keys")

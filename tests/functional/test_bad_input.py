@@ -259,6 +259,11 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": Q, "bias": da.Alibi(torch.zeros(3))}, ValueError, "bias.slopes has shape (3,); expected one number per query head, (4,)"),
     ({"q": Q, "bias": da.Distance(torch.zeros(7, 2), torch.zeros(4))}, ValueError, "(7, 2); expected one of (8,), (8, 1), (8, 2)"),
     ({"q": Q, "bias": da.Distance(torch.zeros(8, dtype=torch.bool), torch.zeros(4))}, TypeError, "coordinates has dtype torch.bool"),
+    (
+        {"q": Q, "bias": da.Distance(torch.zeros(8, 2).to_sparse(), torch.zeros(4))},
+        TypeError,
+        "coordinates is a sparse tensor … .to_dense()",
+    ),
     ({"q": Q, "bias": da.Distance(torch.zeros(8, device="meta"), torch.zeros(4))}, ValueError, "coordinates is on meta and q on cpu"),
     ({"q": Q, "bias": da.Distance(torch.zeros(8).requires_grad_(), torch.zeros(4))}, ValueError, "needs a gradient … .detach()"),
     ({"q": Q, "bias": da.Alibi(torch.zeros(4)), "softcap": 5.0}, ValueError, "bias is given with softcap 5.0"),
@@ -311,6 +316,12 @@ def test_the_call_that_all_bad_ones_change_is_good() -> None:
             "sinks=True with mixture_grad",
         ),
         (lambda: da.DilatedAttention([16], [1], num_heads=4), ValueError, "num_heads is 4 without sinks"),
+        (lambda: da.DilatedAttention([16], [1], sinks=1), TypeError, "sinks is 1 (int); expected True or False"),
+        (
+            lambda: da.MultiheadDilatedAttention(32, 4, [16], [1], sinks=torch.zeros(4)),
+            TypeError,
+            "sinks is … (Tensor); expected True or False",
+        ),
     ):
         refused(make, {}, error, words)
 
@@ -347,7 +358,7 @@ PLANNED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (ALONE | {"backend": "sdpa_cpu", "dropout_p": 0.5}, BackendUnavailable, "sdpa_cpu … dropout … math"),
     (ALONE | {"pattern": Document((3, 4))}, ValueError, "lengths sum to 7 … 8 positions"),
     (ALONE | {"pattern": PerHead((WINDOW, WINDOW))}, ValueError, "2 patterns … 4 heads"),
-    (ALONE | {"pattern": BlockTensor(torch.ones(3, 1, 1, dtype=torch.bool))}, ValueError, "(3, 1, 1) … 4 heads"),
+    (ALONE | {"pattern": BlockTensor(torch.ones(3, 1, 1, dtype=torch.bool))}, ValueError, "(3, 1, 1) … 4 heads of 8 positions"),
 ]
 
 

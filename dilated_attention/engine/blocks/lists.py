@@ -61,6 +61,8 @@ def block_lists(
         if lists is not None:
             _cache.move_to_end(key)
     if lists is None:
+        # an error names the caller's length, not that of whole blocks
+        pattern.check(num_keys, num_heads)
         lists = _built(pattern, keys, num_heads, first_query, queries, is_causal, device)
         with _lock:
             _cache[key] = lists
