@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from typing import Any
 
@@ -253,15 +254,16 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def check_window(window: Any) -> tuple[int, ...]:
-    """Returns () for no window, else (left, right) with −1 for unbounded."""
+    """Returns () for no window, else (left, right) with −1 for unbounded, constants to torch.compile."""
     if window is None:
         return ()
     if not isinstance(window, (tuple, list)):
         # a window beyond the longest sequence excludes nothing
-        size = min(as_int("window", window, minimum=0, maximum=None), MAX_LENGTH)
+        size = min(operator.index(as_int("window", window, minimum=0, maximum=None)), MAX_LENGTH)
         return () if size == MAX_LENGTH else (size, size)
     if len(window) != 2:
         raise ValueError(f"window is {shown(window)}; expected one integer or (left, right), None for unbounded")
-    left, right = [-1 if side is None else as_int(f"window[{i}]", side, minimum=-1, maximum=None) for i, side in enumerate(window)]
+    given = (-1 if side is None else as_int(f"window[{i}]", side, minimum=-1, maximum=None) for i, side in enumerate(window))
+    left, right = map(operator.index, given)
     sides = -1 if left >= MAX_LENGTH else left, -1 if right >= MAX_LENGTH else right
     return () if sides == (-1, -1) else sides

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention import DilatedPattern, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
+from dilated_attention import DilatedPattern, attention, block_sparse_attention, block_sparse_dilated_attention, dilated_attention
 from dilated_attention.engine.blocks.lists import clear_block_lists
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
@@ -354,3 +354,21 @@ def test_counted_flops_know_documents_offsets_and_choices() -> None:
     assert counted(block_sparse_attention, some, pattern, query_offset=90) == (4 * 8 * pairs, 10 * 8 * pairs)
     top = TopBlocks(mass=0.5, block_size=64)
     assert counted(block_sparse_attention, inputs, top) == top.choose(*inputs[:2]).flops(200, 2, 8)
+
+
+SETTINGS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "softcap": (lambda q, x: attention(q, q, q, softcap=x), (0.5, 0.75, 2)),
+    "window": (lambda q, x: attention(q, q, q, window=x), (3, 4)),
+    "sides of a window": (lambda q, x: attention(q, q, q, window=x), ((3, 4), (2, None))),
+    "offsets": (lambda q, x: dilated_attention(q, q, q, [8], [4], head_offsets=x), ([[0, 1, 2, 3]], [[3, 2, 1, 0]])),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_is_a_symbol_to_the_compiler_becomes_a_constant(name: str) -> None:
+    function, values = SETTINGS[name]
+    q = torch.randn(1, 20, 4, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    for value in values:
+        torch.testing.assert_close(compiled(q, value), function(q, value))

@@ -125,5 +125,7 @@ def checked_branches(branches: tuple[Any, ...], num_heads: int) -> Branches:
     lengths, rates, head_offsets, branch_heads, tail = branches
     lengths, rates = tuple([operator.index(w) for w in lengths]), tuple([operator.index(r) for r in rates])
     pattern = DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)
-    offsets = pattern.head_offsets if isinstance(pattern.head_offsets, str) else pattern.offsets(num_heads)
+    offsets = pattern.head_offsets
+    if not isinstance(offsets, str):
+        offsets = tuple([tuple([operator.index(x) for x in row]) for row in pattern.offsets(num_heads)])
     return lengths, rates, offsets, branch_heads, tail
