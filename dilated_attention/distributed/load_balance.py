@@ -81,7 +81,7 @@ def balanced_layout(
     """
     patterns = _checked(pattern)
     # several numbers of 8 bytes are held of each position
-    seq_len = as_int("seq_len", seq_len, minimum=0, maximum=2_147_483_648)
+    seq_len = as_int("seq_len", seq_len, minimum=0, maximum=2**31)
     size = as_int("world_size", world_size, minimum=1, maximum=MAX_RANKS)
     num_heads = as_int("num_heads", num_heads, minimum=1)
     check_bool("is_causal", is_causal)

@@ -35,8 +35,8 @@ HOST_MS = {False: 0.6, True: 1.7}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part(ABC):
-    """Some of a rank's query ``rows`` and ``heads`` (counted on this rank) on the rows ``key_rows`` of a step's
-    memory. ``passes``: how each pass runs, by the strides of the tensors it reads."""
+    """Some of a rank's query ``rows`` and ``heads`` (counted on this rank) on the rows ``key_rows`` of a step's memory. ``passes``: how
+    each pass runs, by the strides of the tensors it reads."""
 
     rows: slice
     heads: Range
