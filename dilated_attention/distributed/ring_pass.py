@@ -21,7 +21,7 @@ from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import sessions
 from dilated_attention.distributed.comm.watchdog import session_of
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.computation import Masks, Tensors, Work
+from dilated_attention.distributed.exchange.computation import Masks, Tensors, Work, plan_ahead
 from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, check_branches, make_setup
 from dilated_attention.distributed.exchange.step import Pair
 from dilated_attention.distributed.sharding.layout import spans
@@ -154,7 +154,12 @@ class RingPass:
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
         documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
-        return make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
+        setup = make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
+        if self.padding is None and setup.sharding is None:
+            _, k, v = self.tensors
+            run.compile_ahead(setup.steps, k, v, needs_grad=self.call.settings.needs_grad)
+            plan_ahead(setup.layers, setup.steps, *self.tensors)
+        return setup
 
     def _move(self, what: str) -> None:
         """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""

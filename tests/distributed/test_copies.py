@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from dilated_attention.distributed.exchange import copies_torch, copies_triton
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
-from dilated_attention.distributed.exchange.step import make_step
+from dilated_attention.distributed.exchange.step import Step, make_step
 from dilated_attention.pattern import DilatedPattern
 
 CPU = torch.device("cpu")
@@ -22,11 +23,10 @@ def random_pair(B: int, rows: int, heads: int, D: int, dtype: torch.dtype) -> tu
     return both[..., :D], both[..., D:]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_kernels_copy_as_torch_does(seed: int) -> None:
-    """Lines of all heads and of one, of some heads, of all rows and of every third, in several batch entries."""
+def random_step(seed: int) -> tuple[Step, int, int, int, int, torch.dtype]:
+    """Returns a step with lines of all heads or of one, of some heads, of all rows or of every third; the rank's rows and heads, B, D and a
+    dtype."""
     rng = random.Random(seed)
-    torch.manual_seed(seed)
     N, H, Hk, B, D = 48, 4, rng.choice((1, 2, 4)), rng.randint(1, 2), rng.choice((8, 12))
     offsets = "blocked" if seed % 2 else None
     pattern = DilatedPattern((12, 48), (1, 3), **({} if offsets is None else {"head_offsets": offsets}))
@@ -37,8 +37,14 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     sparse = (3, tuple(rng.randrange(3) for _ in range(Hk))) if seed % 3 == 0 else None
     needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=heads))
     step = make_step(shards, rank, needed, heads, (span.start, span.end), "", CPU, sparse)
-    dtype = rng.choice((torch.float32, torch.bfloat16))
-    own = random_pair(B, rows * (3 if sparse else 1), Hk, D, dtype)
+    return step, rows * (3 if sparse else 1), Hk, B, D, rng.choice((torch.float32, torch.bfloat16))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kernels_copy_as_torch_does(seed: int) -> None:
+    torch.manual_seed(seed)
+    step, rows, Hk, B, D, dtype = random_step(seed)
+    own = random_pair(B, rows, Hk, D, dtype)
     own = step.of_heads(own[0]), step.of_heads(own[1])
     width = step.width * B * 2 * D
 
@@ -63,3 +69,21 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     lines = memory[0].view(-1, width)
     torch.testing.assert_close(lines[step.place.numbers], came, rtol=0, atol=0)
     assert not lines[step.sources == len(step.own_places) + step.place.total].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_compiles_ahead_is_what_the_copies_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are remembered by all that they depend on: those of the calls on meta tensors serve the copies."""
+    step, rows, Hk, B, D, dtype = random_step(seed)
+    k, v = random_pair(B, rows, Hk, D, dtype)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(copies_triton, "_started", set[Any]())
+    copies_triton.compile_ahead(step, k, v, needs_grad=True)
+    launches, own, width = set(step.made), (step.of_heads(k), step.of_heads(v)), step.width * B * 2 * D
+    sent, came = (torch.zeros(count, width, dtype=dtype) for count in (step.send.total, step.place.total))
+    copies_triton.gather(sent, own, None, step.send.numbers, step)
+    copies_triton.gather(torch.zeros(step.rows, step.num_kv_heads, B, 2 * D, dtype=dtype), own, came, step.sources, step)
+    grads, to = torch.zeros(B, step.rows, step.num_kv_heads, D, dtype=dtype), step.of_heads(torch.zeros(k.shape, dtype=dtype))
+    copies_triton.add((to, to), (grads, grads), sent, step)
+    copies_triton.gather(came, (grads, grads), None, step.place.numbers, step, are_own=False)
+    assert set(step.made) == launches != set()

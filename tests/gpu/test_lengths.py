@@ -100,7 +100,11 @@ def test_a_first_call_compiles_ahead_what_it_launches(name: str) -> None:
 
     before = set(launch._compiled)
     q, k, v = (torch.randn(1, 3001, 6, 24, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    CALLS[name](q, k, v).sum().backward()
+    out = CALLS[name](q, k, v)
+    # the forward starts the backward's kernels
+    started = set(launch._compiled)
+    out.sum().backward()
+    assert set(launch._compiled) == started
     compiled = {key[0].__name__: kernel for key, kernel in launch._compiled.items() if key not in before}
     assert not [kernel for kernel, made in compiled.items() if isinstance(made, Future)]
 

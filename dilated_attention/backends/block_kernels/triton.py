@@ -5,6 +5,8 @@ Nothing is gathered or transposed: the kernels read q, k, v in place. No atomics
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse
 from dilated_attention.backends.hardware import on_device
+from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.scratch import LARGE_MEMORY
 from dilated_attention.backends.tiles.sizes import TileSizes, head_blocks, sizes
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
@@ -23,6 +26,8 @@ _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
 _LOG2_E = 1.4426950408889634
+# kinds of launches whose kernels are compiled or being compiled
+_started: set[Hashable] = set()
 
 
 class TritonBlocksBackend(Backend):
@@ -75,7 +80,7 @@ class TritonBlocksBackend(Backend):
         scale = max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E
         # direct, left, right, scale, threshold, keep_scale
         numbers = *call.sizes, 0, 0, 0, scale, 0, 1.0
-        call.launch("forward", forward_kernel, tensors, (*strides, *numbers), ZERO_KEYS=False)
+        call.launch("forward", forward_kernel, tensors, (*strides, *numbers), ZERO_KEYS=False)()
         return out, lse
 
     def backward(
@@ -106,13 +111,17 @@ class TritonBlocksBackend(Backend):
         of_rows = q, k, v, out, lse, dout, unread if dlse is None else dlse, stats, dq, dq
         tensors = *of_rows, unread, unread, call.padding, unread, unread, unread, unread
         strides = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0
-        call.launch(
-            "query", query_kernel, tensors, (*strides, *call.sizes, q.shape[1], *numbers), OWN=False, DLSE=dlse is not None
-        )  # fmt: skip
+        of_queries = *strides, *call.sizes, q.shape[1], *numbers
+        query = call.launch("query", query_kernel, tensors, of_queries, OWN=False, DLSE=dlse is not None)
         read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, call.padding, unread, unread
         # batches, heads, key heads and heads of offsets
         of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
-        call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
+        key = call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
+        compilation = key.compilation()
+        query()
+        if compilation is not None:
+            compilation.result()
+        key()
         return dq, dk, dv
 
 
@@ -154,6 +163,29 @@ def _order(counts: Tensor) -> Order:
     return Order(coarse.argsort(dim=1, descending=True, stable=True).int(), heavy.int())
 
 
+class _Launch(NamedTuple):
+    """A kernel with its arguments, for so many programs."""
+
+    kernel: Any
+    programs: int
+    device: torch.device
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        if self.programs:
+            with on_device(self.device):
+                self.kernel[(self.programs,)](*self.arguments, **self.options)
+
+    def compilation(self) -> Future[Any] | None:
+        """Returns the compilation of the kernel, which began beside others; None if one of its kind began before."""
+        kind = self.kernel, self.device, self.arguments[0].dtype, *((name, x) for name, x in self.options.items() if name != "lists")
+        if self.device.type != "cuda" or not self.programs or kind in _started:
+            return None
+        _started.add(kind)
+        return ahead.submit(self.kernel, self.arguments, self.options, self.device.index or 0)
+
+
 class _Call:
     """What the launches of a pass share.
 
@@ -177,7 +209,7 @@ class _Call:
             self.padding = self.padding.expand(B, -1)
         self.sizes = B, H, H, H // K, 0, Nq, Nq, Nk, 0
 
-    def launch(self, which: str, kernel: Any, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **flags: bool) -> None:
+    def launch(self, which: str, kernel: Any, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **flags: bool) -> _Launch:
         from dilated_attention.backends.tiles.lists import Form, Lists
 
         lists, (B, H, _, group, *_) = self.lists, self.sizes
@@ -191,22 +223,20 @@ class _Call:
             order = row_order(lists)
         size = _sizes_for(which, self.head_dim, self.dtype, blocks[0], self.device)
         programs = num_lists * (blocks[0] // size.rows) * B * heads
-        if not programs:
-            return
         low, high = lists.interval or (starts, starts)
         # steps from group to group of the lists; 0 where all have the same
         batch_step, head_step = int(lists.num_batch > 1), int(lists.num_heads > 1)
         arrays = starts, others, starts if masks is None else masks, lists.bits, low, high, order.places, order.heavy
         data = Lists(*arrays, num_lists, batch_step * lists.num_heads, head_step, batch_step * (heads if head_step else 1), head_step)
         D0, D1 = head_blocks(self.head_dim)
-        with on_device(self.device):
-            kernel[(programs,)](
-                *tensors, *numbers, D=self.head_dim, D0=D0, D1=D1, ROWS=size.rows, PARTS=blocks[0] // size.rows, BLOCK=size.block,
-                STAGES=size.stages, PRECISION="ieee", LEFT=False, RIGHT=False, CUT=False, PADDING=self.is_padded, DROPOUT=False, BIAS=False,
-                lists=data,
-                FORM=Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
-                num_warps=size.warps, num_stages=size.stages,
-            )  # fmt: skip
+        options = {
+            "D": self.head_dim, "D0": D0, "D1": D1, "ROWS": size.rows, "PARTS": blocks[0] // size.rows, "BLOCK": size.block,
+            "STAGES": size.stages, "PRECISION": "ieee", "LEFT": False, "RIGHT": False, "CUT": False, "PADDING": self.is_padded,
+            "DROPOUT": False, "BIAS": False, "lists": data,
+            "FORM": Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
+            "num_warps": size.warps, "num_stages": size.stages,
+        }  # fmt: skip
+        return _Launch(kernel, programs, self.device, (*tensors, *numbers), options)
 
 
 def _sizes_for(which: str, head_dim: int, dtype: torch.dtype, block: int, device: torch.device) -> TileSizes:

@@ -17,7 +17,7 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
-from dilated_attention.distributed.exchange.run import AtHand
+from dilated_attention.distributed.exchange.run import AtHand, views_of
 from dilated_attention.distributed.exchange.step import Pair, Step
 from dilated_attention.engine.branches.launches import Into
 from dilated_attention.engine.branches.launches import Masks as Masks
@@ -63,6 +63,10 @@ class QueryPart(Part):
     queries: Range
     span: KeySpan
     first_head: int
+
+    def plan_ahead(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Plans a forward without masks on tensors like these."""
+        self._plan((*narrow(self.rows, 1, q), *narrow(self.key_rows, 1, k, v)), Masks())
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
         (q,), (k, v) = narrow(self.rows, 1, q), narrow(self.key_rows, 1, k, v)
@@ -260,7 +264,7 @@ class SparseRows:
     def __init__(self, step: int, offsets: tuple[int, ...], rows: int, device: torch.device) -> None:
         """``rows``: n of the tensors."""
         row = torch.arange(0, rows, step, device=device)[:, None] + torch.tensor(offsets, device=device)
-        head = torch.arange(len(offsets), device=device)
+        self.count, head = len(row), torch.arange(len(offsets), device=device)
         # in tensors (B, n, heads, D), and in statistics (B, heads, n)
         self._index, self._of_stats = (slice(None), row, head), (slice(None), head[:, None], row.T.contiguous())
 
@@ -284,6 +288,20 @@ class Layer:
     def chosen(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the layer's rows of a tensor of all."""
         return x if self.rows is None or x is None else self.rows.of(x)
+
+
+def plan_ahead(layers: Sequence[Layer], steps: Sequence[Step], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Plans a forward without masks on q, k and v: its kernels, and those of its backward, compile while the ranks connect."""
+    for layer in layers:
+        rows = q if layer.rows is None else q.new_empty((q.shape[0], layer.rows.count, *q.shape[2:]))
+        for step, parts in zip(steps, layer.parts.parts, strict=False):
+            own = (k, v) if layer.is_home else (step.of_heads(k), step.of_heads(v))
+            size = step.rows, step.num_kv_heads, k.shape[0], 2 * k.shape[3]
+            memory = own if layer.is_home or step.is_own else views_of(torch.empty(size, dtype=k.dtype, device="meta"))
+            for part, _, is_own in parts:
+                if isinstance(part, QueryPart):
+                    seen, (of_heads,) = own if is_own else memory, narrow(slice(*part.heads), 2, rows)
+                    part.plan_ahead(of_heads, *seen)
 
 
 class Work:

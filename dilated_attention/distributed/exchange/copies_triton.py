@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dilated_attention.backends.tiles.call import index_of
 from dilated_attention.backends.tiles.launch import KernelLaunch
 from dilated_attention.distributed.exchange.step import Pair, Step
 
@@ -19,6 +20,8 @@ from dilated_attention.distributed.exchange.step import Pair, Step
 _BLOCK = 4096
 # integers that follow the length are not specialised: one compiled kernel serves all lengths
 _VARYING = ["total", "own", "arrived", "peers"]
+# kinds of steps whose kernels are compiled or being compiled
+_started: set[Any] = set()
 
 
 @triton.jit
@@ -85,6 +88,26 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(to_v + at_v, values.to(to_v.dtype.element_ty), mask=mask)
 
 
+def compile_ahead(step: Step, k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
+    """Starts compiling what the copies of steps like this one need, unless it did so before: calls on meta tensors do."""
+    B, _, _, D = k.shape
+    kind = k.dtype, k.device, B, D, step.num_kv_heads, step.width, step.own_lines is None, k.stride(), v.stride(), needs_grad
+    if kind in _started:
+        return
+    _started.add(kind)
+    width = step.width * B * 2 * D
+    sent, came, to = (
+        torch.empty(shape, dtype=k.dtype, device="meta") for shape in ((step.send.total, width), (step.place.total, width), k.shape)
+    )
+    own_k, own_v = (step.of_heads(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in (k, v))
+    gather(sent, (own_k, own_v), None, step.send.numbers, step)
+    gather(came.new_empty((step.rows, step.num_kv_heads, B, 2 * D)), (own_k, own_v), came, step.sources, step)
+    if needs_grad:
+        grads, to = came.new_empty((B, step.rows, step.num_kv_heads, D)), step.of_heads(to)
+        gather(came, (grads, grads), None, step.place.numbers, step, are_own=False)
+        add((to, to), (grads, grads), sent, step)
+
+
 def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step, *, are_own: bool = True) -> None:
     """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
     those of ``of``, of those that came after them, and of a line of zeros. ``are_own``: ``own_lines`` numbers the lines of ``of``."""
@@ -118,5 +141,4 @@ def _launch(
         rows = max(1, _BLOCK // (2 * width))
         constants = {"D": D, "D_BLOCK": width, "U": rows, "MAPPED": tensors[-1] is not None}
         launch = step.made[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
-    device = pairs[0][0].device
-    launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, device.index or 0)
+    launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, index_of(pairs[0][0].device))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.hardware import has_kernels
+from dilated_attention.backends.hardware import has_kernels, on_device
 from dilated_attention.distributed.comm.p2p import Exchange, Wire
 from dilated_attention.distributed.exchange import copies_torch
 from dilated_attention.distributed.exchange.step import Pair, Step
@@ -35,6 +35,12 @@ def _copies(x: torch.Tensor) -> Any:
 def _wide(lines: torch.Tensor) -> torch.Tensor:
     """Returns lines as wider numbers, since a library carries at most 2³¹ of them, where they can be read so."""
     return lines.view(torch.int64) if lines.shape[1] * lines.itemsize % 8 == 0 else lines
+
+
+def views_of(memory: torch.Tensor) -> Pair:
+    """Returns K and V (B, rows, heads, D) of a memory (rows, heads, B, 2·D)."""
+    keys, D = memory.permute(2, 0, 1, 3), memory.shape[3] // 2
+    return keys[..., :D], keys[..., D:]
 
 
 class AtHand:
@@ -74,8 +80,7 @@ class Arrival(AtHand):
             B, _, heads, D = k.shape
             memory = k.new_empty((step.rows, heads, B, 2 * D))
             _copies(k).gather(memory, self.own, self._came, step.sources, step)
-            keys = memory.permute(2, 0, 1, 3)
-            self.keys = keys[..., :D], keys[..., D:]
+            self.keys = views_of(memory)
         # what came is copied: its memory is free for the step's results
         self._step = self._transfer = self._came = None
 
@@ -105,6 +110,13 @@ class Returning:
             self._transfer.wait()
         to = self._step.of_heads(dk), self._step.of_heads(dv)
         _copies(dk).add(to, self._grads, self._came, self._step)
+
+
+def compile_ahead(steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
+    """Starts compiling the kernels of all copies, if they are kernels."""
+    if has_kernels(k) and steps:
+        with on_device(k.device):
+            _copies(k).compile_ahead(steps[0], k, v, needs_grad=needs_grad)
 
 
 def forward(work: Any, steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, wire: Wire | None) -> None:

@@ -103,8 +103,9 @@ def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
     return tuple(shares)
 
 
-def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
-    """Starts compiling all kernels of a plan for tensors like these, unless it did so for one of the kind: a run on meta tensors does."""
+def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> bool:
+    """Starts compiling all kernels of a plan for tensors like these: a run on meta tensors does. Returns whether it did; for a plan of a
+    kind it does so once."""
     shape, q = plan.shape, tensors[0]
     kind = (
         plan.pattern, shape.num_heads, shape.num_kv_heads, shape.is_causal, shape.window is None, shape.is_cut, len(shape.documents) > 1,
@@ -112,7 +113,7 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
     )  # fmt: skip
     # the words of dropout are drawn by a kernel that takes no meta tensors; a bias is rare
     if q.device.type != "cuda" or plan.settings.dropout_p or plan.settings.bias or kind in _started:
-        return
+        return False
     _started.add(kind)
     q, k, v, *dout = (torch.empty_strided(x.shape, x.stride(), dtype=q.dtype, device="meta") for x in tensors[: 3 + plan.is_backward])
     masks = Masks(torch.empty(k.shape[:2], dtype=torch.bool, device="meta") if has_padding else None)
@@ -124,6 +125,7 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> None:
             backward(rehearsed, (*dout, q, k, v, out, lse), masks, None, saved)
         else:
             forward(rehearsed, q, k, v, masks, saved)
+    return True
 
 
 def forward(

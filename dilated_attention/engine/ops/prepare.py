@@ -111,8 +111,13 @@ def make_plan(
     elif is_whole:
         plan.runner, plan.backend = tiles, registry.get(NAME)
         plan.capabilities = plan.backend.capabilities
-        if is_new:
-            tiles.compile_ahead(plan, tensors, has_padding)
+        if is_new and tiles.compile_ahead(plan, tensors, has_padding) and settings.needs_grad and not is_backward:
+            # the backward's kernels, too, beside the forward's; one tensor stands in for dout and out
+            like = torch.empty(q.shape, dtype=q.dtype, device="meta")
+            make_plan(
+                settings, (*tensors, like, like), True, has_padding=has_padding, documents=None if is_plain else documents,
+                saved=plan.is_saved, pattern=pattern, num_keys=num_keys, host_ms=host_ms,
+            )  # fmt: skip
     else:
         # self-attention over a single document: each row of a branch is in one problem, which begins with its segment
         is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not by_position
