@@ -13,19 +13,10 @@ from typing import Any
 
 import torch
 
-_last: Future[Any] | None = None
-
 
 def submit(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], device: int) -> Future[Any]:
     """Returns the kernel that a launch with these arguments, dtypes in place of tensors, will select."""
-    global _last
-    _last = _pool().submit(_compile, kernel, arguments, options, device)
-    return _last
-
-
-def is_compiling() -> bool:
-    """Whether the kernel that was submitted last is still being compiled."""
-    return _last is not None and not _last.done()
+    return _pool().submit(_compile, kernel, arguments, options, device)
 
 
 @functools.cache

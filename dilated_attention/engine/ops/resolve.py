@@ -17,7 +17,6 @@ import torch
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
 from dilated_attention.backends.hardware import keep_for_graph
-from dilated_attention.backends.tiles.ahead import is_compiling
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
@@ -183,7 +182,11 @@ _record = super(torch.autograd.Function, DirectAttention).apply
 
 
 def gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(out) if dout is None else dout.to(q.dtype)
+    if dout is None:
+        return torch.zeros_like(out)
+    dout = dout.to(q.dtype)
+    # that of a sum has strides of 0
+    return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 
 class LocalCall(ResolvedCall):
@@ -273,10 +276,6 @@ class ResolvedDilated(LocalCall):
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Plan:
         """Returns the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
         plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=padding is not None, documents=self.documents, saved=more)
-        if self.settings.needs_grad and not plan.is_backward and is_compiling():
-            # the first call of a kind: kernels of its backward are compiled beside those of the forward
-            like = new_like(tensors[0])
-            self.make_pass((*tensors, like, like), padding, seed, plan.is_saved)
         self.keep_pass(key_of(tensors), plan)
         return plan
 
