@@ -26,8 +26,8 @@ _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
 _LOG2_E = 1.4426950408889634
-# kinds of launches whose kernels are compiled or being compiled
-_started: set[Hashable] = set()
+# by what a launch's kernel depends on
+_compilations: dict[Hashable, Future[Any]] = {}
 
 
 class TritonBlocksBackend(Backend):
@@ -117,10 +117,9 @@ class TritonBlocksBackend(Backend):
         # batches, heads, key heads and heads of offsets
         of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
         key = call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
-        compilation = key.compilation()
+        # beside the other kernel
+        key.compilation()
         query()
-        if compilation is not None:
-            compilation.result()
         key()
         return dq, dk, dv
 
@@ -174,16 +173,24 @@ class _Launch(NamedTuple):
 
     def __call__(self) -> None:
         if self.programs:
+            if (compilation := self.compilation()) is not None:
+                compilation.result()
             with on_device(self.device):
                 self.kernel[(self.programs,)](*self.arguments, **self.options)
 
     def compilation(self) -> Future[Any] | None:
-        """Returns the compilation of the kernel, which began beside others; None if one of its kind began before."""
-        kind = self.kernel, self.device, self.arguments[0].dtype, *((name, x) for name, x in self.options.items() if name != "lists")
-        if self.device.type != "cuda" or not self.programs or kind in _started:
+        """Returns the compilation of the kernel on a GPU. The first of a kind begins it, and that of the other form, for lengths that do or
+        do not fill the last block: the first of these would wait for it."""
+        if self.device.type != "cuda" or not self.programs:
             return None
-        _started.add(kind)
-        return ahead.submit(self.kernel, self.arguments, self.options, self.device.index or 0)
+        form, compilations = self.options["FORM"], list[Future[Any]]()
+        for even in (form.even, not form.even):
+            options = self.options | {"FORM": form._replace(even=even)}
+            kind = self.kernel, self.device, self.arguments[0].dtype, *((name, x) for name, x in options.items() if name != "lists")
+            if kind not in _compilations:
+                _compilations[kind] = ahead.submit(self.kernel, self.arguments, options, self.device.index or 0)
+            compilations.append(_compilations[kind])
+        return compilations[0]
 
 
 class _Call:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends.hardware import detect
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.exchange.blocks import (
@@ -264,9 +265,9 @@ def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
 def check_branches(settings: CallSettings, tensors: Tensors, num_keys: int, *, has_padding: bool) -> None:
     """Raises BackendUnavailable if this rank has no kernels for some pass of dilated or dense attention."""
     for is_backward in (False, True) if settings.needs_grad else (False,):
-        # dout is like q
+        # dout is like q. With the hardware named nothing is compiled: what runs are parts of the call
         views = (*tensors, tensors[0]) if is_backward else tensors
-        make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys)
+        make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys, hardware=detect(tensors[0].device))
 
 
 def make_setup(

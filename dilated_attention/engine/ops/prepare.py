@@ -44,7 +44,7 @@ def make_plan(
         pattern: the branches, if not those of the settings.
         num_keys: number of keys of the whole sequence, where k holds only a part of it.
         host_ms: host time in ms that what surrounds the pass takes, for the choice of how it runs.
-        hardware: of another machine; then the tensors may have no memory.
+        hardware: of another machine; then the tensors may have no memory, and no kernel is compiled ahead.
         runner: use this one, whichever is faster.
         position_offset, first_head: see ``Plan``.
     """
@@ -111,7 +111,7 @@ def make_plan(
     elif is_whole:
         plan.runner, plan.backend = tiles, registry.get(NAME)
         plan.capabilities = plan.backend.capabilities
-        if is_new and tiles.compile_ahead(plan, tensors, has_padding) and settings.needs_grad and not is_backward:
+        if is_new and hardware is None and tiles.compile_ahead(plan, tensors, has_padding) and settings.needs_grad and not is_backward:
             # the backward's kernels, too, beside the forward's; one tensor stands in for dout and out
             like = torch.empty(q.shape, dtype=q.dtype, device="meta")
             make_plan(
