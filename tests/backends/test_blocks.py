@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -258,3 +260,33 @@ def test_flex_around_its_kernel(use: Use, monkeypatch: pytest.MonkeyPatch) -> No
     for index, case in enumerate(some_cases(60, (16, 24, 64))):
         check(replace(case, softcap=1.5 if index % 4 == 0 else None))
     assert len(forwards) > 40
+
+
+def test_kernels_of_lists_begin_to_compile_in_both_forms_at_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that do and that do not fill the last block. The launch itself compiles, or raises, where a compilation ahead has failed."""
+    from dilated_attention.backends.tiles.lists import Form
+
+    begun: list[bool] = []
+    launched: list[tuple[Any, ...]] = []
+
+    def submit(kernel: Any, arguments: Any, options: dict[str, Any], device: int) -> Future[Any]:
+        begun.append(options["FORM"].even)
+        compilation = Future[Any]()
+        if len(begun) == 1:
+            compilation.set_exception(ValueError("the compiler says no"))
+        else:
+            compilation.set_result(None)
+        return compilation
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: launched.append((*grid, *arguments, options["FORM"].even))
+
+    monkeypatch.setattr(triton_blocks.ahead, "submit", submit)
+    monkeypatch.setattr(triton_blocks, "_compilations", dict[Any, Any]())
+    monkeypatch.setattr(triton_blocks, "on_device", lambda device: nullcontext())
+    kernel, device = Kernel(), torch.device("cuda", 0)
+    for programs, kind, even in ((3, "one", True), (5, "one", False), (7, "one", True), (0, "other", True), (9, "other", False)):
+        triton_blocks._Launch(kernel, programs, device, (kind,), (1.5,), {"FORM": Form(64, 64, 0, even)})()
+    assert begun == [True, False, False, True]
+    assert launched == [(3, 1.5, True), (5, 1.5, False), (7, 1.5, True), (9, 1.5, False)]

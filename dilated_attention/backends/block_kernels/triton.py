@@ -163,18 +163,20 @@ def _order(counts: Tensor) -> Order:
 
 
 class _Launch(NamedTuple):
-    """A kernel with its arguments, for so many programs."""
+    """A kernel with its arguments, for so many programs. ``kind``: all that its compiled form depends on, beside ``options["FORM"]``."""
 
     kernel: Any
     programs: int
     device: torch.device
+    kind: tuple[Any, ...]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
     def __call__(self) -> None:
         if self.programs:
             if (compilation := self.compilation()) is not None:
-                compilation.result()
+                # waits; after an error the launch compiles again and raises its own
+                compilation.exception()
             with on_device(self.device):
                 self.kernel[(self.programs,)](*self.arguments, **self.options)
 
@@ -183,14 +185,13 @@ class _Launch(NamedTuple):
         do not fill the last block: the first of these would wait for it."""
         if self.device.type != "cuda" or not self.programs:
             return None
-        form, compilations = self.options["FORM"], list[Future[Any]]()
-        for even in (form.even, not form.even):
-            options = self.options | {"FORM": form._replace(even=even)}
-            kind = self.kernel, self.device, self.arguments[0].dtype, *((name, x) for name, x in options.items() if name != "lists")
-            if kind not in _compilations:
-                _compilations[kind] = ahead.submit(self.kernel, self.arguments, options, self.device.index or 0)
-            compilations.append(_compilations[kind])
-        return compilations[0]
+        form = self.options["FORM"]
+        key = self.kernel, self.device, self.kind, form
+        if key not in _compilations:
+            for some in (form, form._replace(even=not form.even)):
+                options, of_some = self.options | {"FORM": some}, (*key[:3], some)
+                _compilations[of_some] = ahead.submit(self.kernel, self.arguments, options, self.device.index or 0)
+        return _compilations[key]
 
 
 class _Call:
@@ -243,7 +244,8 @@ class _Call:
             "FORM": Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
             "num_warps": size.warps, "num_stages": size.stages,
         }  # fmt: skip
-        return _Launch(kernel, programs, self.device, (*tensors, *numbers), options)
+        kind = self.dtype, self.head_dim, size, self.is_padded, *flags.values()
+        return _Launch(kernel, programs, self.device, kind, (*tensors, *numbers), options)
 
 
 def _sizes_for(which: str, head_dim: int, dtype: torch.dtype, block: int, device: torch.device) -> TileSizes:
