@@ -263,13 +263,18 @@ def test_flex_around_its_kernel(use: Use, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_of_lists_begin_to_compile_in_both_forms_at_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths that do and that do not fill the last block. The launch itself compiles, or raises, where a compilation ahead has failed."""
-    from dilated_attention.backends.tiles.lists import Form
+    """Lengths that do and that do not fill the last block. The launch itself compiles, or raises, where a compilation ahead has failed; no
+    compilation holds a tensor."""
+    from dilated_attention.backends.tiles import ahead
+    from dilated_attention.backends.tiles.lists import Form, Lists
 
     begun: list[bool] = []
     launched: list[tuple[Any, ...]] = []
 
     def submit(kernel: Any, arguments: Any, options: dict[str, Any], device: int) -> Future[Any]:
+        assert arguments == [torch.float16, 1.5]
+        assert [x.dtype for x in options["lists"][:8]] == [torch.int32] * 8 and options["lists"][8:] == (1, 2, 3, 4, 5)
+        assert not any(isinstance(x, torch.Tensor) for x in options["lists"])
         begun.append(options["FORM"].even)
         compilation = Future[Any]()
         if len(begun) == 1:
@@ -279,14 +284,22 @@ def test_kernels_of_lists_begin_to_compile_in_both_forms_at_the_first_launch(mon
         return compilation
 
     class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **options: launched.append((*grid, *arguments, options["FORM"].even))
+        params = ()
 
-    monkeypatch.setattr(triton_blocks.ahead, "submit", submit)
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **options: launched.append((*grid, arguments[1], options["FORM"].even))
+
+    monkeypatch.setattr(ahead, "submit", submit)
     monkeypatch.setattr(triton_blocks, "_compilations", dict[Any, Any]())
     monkeypatch.setattr(triton_blocks, "on_device", lambda device: nullcontext())
-    kernel, device = Kernel(), torch.device("cuda", 0)
+    kernel, device, lists = Kernel(), torch.device("cuda", 0), Lists(*[torch.zeros(1, dtype=torch.int32)] * 8, 1, 2, 3, 4, 5)
+
+    def launch(programs: int, kind: str, even: bool) -> triton_blocks._Launch:
+        options = {"FORM": Form(64, 64, 0, even), "lists": lists}
+        return triton_blocks._Launch(kernel, programs, device, (kind,), (torch.zeros(1, dtype=torch.float16), 1.5), options)
+
     for programs, kind, even in ((3, "one", True), (5, "one", False), (7, "one", True), (0, "other", True), (9, "other", False)):
-        triton_blocks._Launch(kernel, programs, device, (kind,), (1.5,), {"FORM": Form(64, 64, 0, even)})()
+        launch(programs, kind, even)()
     assert begun == [True, False, False, True]
     assert launched == [(3, 1.5, True), (5, 1.5, False), (7, 1.5, True), (9, 1.5, False)]
+    assert launch(1, "third", True).start() and not launch(1, "third", True).start() and not launch(1, "third", False).start()

@@ -5,19 +5,22 @@ Over gloo, and over NCCL where GPUs are there (pytest -m gpus). ``gpus/test_ring
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 
-from dilated_attention import DilatedPattern, attention, balanced_layout, dilated_attention, ring_attention
+from dilated_attention import DilatedPattern, attention, balanced_layout, dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.distributed import LAYOUTS, Layout, shard_sequence
-from dilated_attention.distributed.exchange import crossing, setup
+from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, shard_sequence
+from dilated_attention.distributed.exchange import computation, crossing, setup
 from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
@@ -301,3 +304,50 @@ def test_heads_that_take_other_positions_come_one_after_the_other() -> None:
     ranks = pool_of(2).run(by_single_heads, spreads)
     for index, spread in enumerate(spreads):
         judge(spread, [rank[index][0] for rank in ranks])
+
+
+FIRST_CALLS: dict[str, dict[str, Any]] = {
+    "dense": {"is_causal": True, "layout": "zigzag"},
+    "striped": {"is_causal": True, "layout": "striped"},
+    "heads": {"is_causal": True, "exchange": "all_to_all"},
+    "padded": {"key_padding_mask": torch.arange(96)[None] >= 90},
+    "branches": {"branches": ([20, 40, 192], [1, 2, 4])},
+    # those within ranks apart from those across
+    "crossing": {"branches": ([8, 192], [1, 4])},
+}
+
+
+def planned(rank: int, world: int, name: str) -> tuple[int, int]:
+    """How many plans of a first call are made before the ranks connect, and how many after; the group is new."""
+    group, made, options = dist.new_group(), [0, 0], dict(FIRST_CALLS[name])
+    layout = options.setdefault("layout", "contiguous")
+    if (padding := options.get("key_padding_mask")) is not None:
+        options["key_padding_mask"] = shard_sequence(group, [padding], [1], layout=layout)[0]
+    q, k, v = shard_sequence(group, [torch.randn(1, 96, 4, 8) for _ in range(3)], [1, 1, 1], layout=layout)
+    make, plan_ahead, connected = computation.make_plan, ring_pass.plan_ahead, [1]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made[connected[0]] += 1
+        return make(*args, **kwargs)
+
+    def ahead(*args: Any) -> None:
+        connected[0] = 0
+        assert any(layer.rows is not None for layer in args[0]) == (name == "crossing")
+        plan_ahead(*args)
+        connected[0] = 1
+
+    changes = ((computation, "make_plan", counted), (ring_pass, "plan_ahead", ahead), (crossing, "SMALL_BYTES", 0))
+    with byte_limits_of_one(), contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(mock.patch.object(*change))
+        if branches := options.pop("branches", None):
+            ring_dilated_attention(q, k, v, *branches, group=group, **options)
+        else:
+            ring_attention(q, k, v, group=group, **options)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_a_first_call_has_its_plans_before_the_ranks_connect(name: str) -> None:
+    """On a GPU they start compiling; the call finds them by the strides of what it computes on."""
+    assert all(before > 0 and after == 0 for before, after in pool_of(2).run(planned, name))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.scratch import LARGE_MEMORY
 from dilated_attention.backends.tiles.sizes import TileSizes, head_blocks, sizes
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
@@ -26,8 +25,8 @@ _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
 _LOG2_E = 1.4426950408889634
-# by what a launch's kernel depends on
-_compilations: dict[Hashable, Future[Any]] = {}
+# by what a launch's kernel depends on, where it was begun; None once it has ended
+_compilations: dict[Hashable, Future[Any] | None] = {}
 
 
 class TritonBlocksBackend(Backend):
@@ -116,10 +115,13 @@ class TritonBlocksBackend(Backend):
         read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, call.padding, unread, unread
         # batches, heads, key heads and heads of offsets
         of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
+        # the GPU computes dq while the host makes the lists of the other kernel, but for the first time, when both kernels compile
+        if not (is_first := query.start()):
+            query()
         key = call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
-        # beside the other kernel
-        key.compilation()
-        query()
+        if is_first:
+            key.start()
+            query()
         key()
         return dq, dk, dv
 
@@ -172,26 +174,36 @@ class _Launch(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
-    def __call__(self) -> None:
-        if self.programs:
-            if (compilation := self.compilation()) is not None:
-                # waits; after an error the launch compiles again and raises its own
-                compilation.exception()
-            with on_device(self.device):
-                self.kernel[(self.programs,)](*self.arguments, **self.options)
+    def start(self) -> bool:
+        """Starts compiling the kernel for a GPU, and its other form, for lengths that do or do not fill the last block: the first of these
+        would wait for it. Returns whether it does, which it does once for a kind."""
+        form, lists = self.options["FORM"], self.options["lists"]
+        if (self.kind, form) in _compilations or self.device.type != "cuda" or not self.programs:
+            return False
+        # what follows needs Triton
+        from dilated_attention.backends.tiles import ahead
 
-    def compilation(self) -> Future[Any] | None:
-        """Returns the compilation of the kernel on a GPU. The first of a kind begins it, and that of the other form, for lengths that do or
-        do not fill the last block: the first of these would wait for it."""
-        if self.device.type != "cuda" or not self.programs:
-            return None
-        form = self.options["FORM"]
-        key = self.kernel, self.device, self.kind, form
-        if key not in _compilations:
-            for some in (form, form._replace(even=not form.even)):
-                options, of_some = self.options | {"FORM": some}, (*key[:3], some)
-                _compilations[of_some] = ahead.submit(self.kernel, self.arguments, options, self.device.index or 0)
-        return _compilations[key]
+        # the interpreter compiles nothing
+        if not (ahead.knows_triton() and hasattr(self.kernel, "params")):
+            return False
+        # dtypes in place of tensors, which would live as long as the compilation
+        arguments, of_lists = ([x.dtype if isinstance(x, Tensor) else x for x in given] for given in (self.arguments, lists))
+        for some in (form, form._replace(even=not form.even)):
+            options = self.options | {"FORM": some, "lists": type(lists)(*map(ahead.stand_in, of_lists))}
+            _compilations[self.kind, some] = ahead.submit(self.kernel, arguments, options, self.device.index or 0)
+        return True
+
+    def __call__(self) -> None:
+        if not self.programs:
+            return
+        self.start()
+        key = self.kind, self.options["FORM"]
+        if (compilation := _compilations.get(key)) is not None:
+            # waits; after an error the launch compiles again and raises its own
+            compilation.exception()
+            _compilations[key] = None
+        with on_device(self.device):
+            self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 
 class _Call:
@@ -244,7 +256,7 @@ class _Call:
             "FORM": Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
             "num_warps": size.warps, "num_stages": size.stages,
         }  # fmt: skip
-        kind = self.dtype, self.head_dim, size, self.is_padded, *flags.values()
+        kind = which, self.device, self.dtype, self.head_dim, size, self.is_padded, *flags.values()
         return _Launch(kernel, programs, self.device, kind, (*tensors, *numbers), options)
 
 

@@ -12,15 +12,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles import ahead
 from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
 
-# releases of Triton whose compiled kernels can be launched as below; with others every launch goes through Triton's binding
-_KNOWN = ("3.6.", "3.7.")
 NO_DEVICE = -1
 # compiled kernels, or those being compiled, by all that Triton selects them by: a new length finds its kernels here
 _compiled: dict[Hashable, Any] = {}
@@ -81,8 +78,8 @@ class KernelLaunch:
         given = tensors()
         with on_device(given[0].device):
             compiled = self.kernel[self.programs](*given, *self.numbers, **self.constants, **self.options)
-        # the interpreter compiles nothing
-        if compiled is not None and aligned and triton.__version__.startswith(_KNOWN):
+        # the interpreter compiles nothing; with another Triton every launch goes through its binding
+        if compiled is not None and aligned and ahead.knows_triton():
             self._keep(compiled, len(pointers))
             if self.dtypes is not None:
                 _compiled[self._variant(len(pointers), device)] = compiled
@@ -90,7 +87,7 @@ class KernelLaunch:
     def _start(self, tensors: Sequence[Any], device: int) -> None:
         """Starts compiling the kernel for aligned tensors of these dtypes, unless that is done or under way."""
         variant = self._variant(len(tensors), device)
-        if variant is not None and variant not in _compiled and triton.__version__.startswith(_KNOWN):
+        if variant is not None and variant not in _compiled and ahead.knows_triton():
             arguments = *(None if x is None else x.dtype for x in tensors), *self.numbers
             _compiled[variant] = ahead.submit(self.kernel, arguments, self.constants | self.options, device)
 

@@ -64,13 +64,13 @@ class QueryPart(Part):
     span: KeySpan
     first_head: int
 
-    def plan_ahead(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Plans a forward without masks on tensors like these."""
-        self._plan((*narrow(self.rows, 1, q), *narrow(self.key_rows, 1, k, v)), Masks())
+    def plan_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks) -> tuple[Plan, Tensors]:
+        """Returns the plan of ``forward`` and the rows that it reads."""
+        rows = *narrow(self.rows, 1, q), *narrow(self.key_rows, 1, k, v)
+        return self._plan(rows, masks), rows
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
-        (q,), (k, v) = narrow(self.rows, 1, q), narrow(self.key_rows, 1, k, v)
-        plan = self._plan((q, k, v), masks)
+        plan, (q, k, v) = self.plan_forward(q, k, v, masks)
         return plan.runner.forward(plan, q, k, v, self._masks_of(masks), None, into)
 
     def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
@@ -290,8 +290,9 @@ class Layer:
         return x if self.rows is None or x is None else self.rows.of(x)
 
 
-def plan_ahead(layers: Sequence[Layer], steps: Sequence[Step], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Plans a forward without masks on q, k and v: its kernels, and those of its backward, compile while the ranks connect."""
+def plan_ahead(layers: Sequence[Layer], steps: Sequence[Step], tensors: Tensors, padding: torch.Tensor | None) -> None:
+    """Plans a forward on q, k and v: its kernels, and those of its backward, compile while the ranks connect."""
+    q, k, v = tensors
     for layer in layers:
         rows = q if layer.rows is None else q.new_empty((q.shape[0], layer.rows.count, *q.shape[2:]))
         for step, parts in zip(steps, layer.parts.parts, strict=False):
@@ -300,8 +301,8 @@ def plan_ahead(layers: Sequence[Layer], steps: Sequence[Step], q: torch.Tensor, 
             memory = own if layer.is_home or step.is_own else views_of(torch.empty(size, dtype=k.dtype, device="meta"))
             for part, _, is_own in parts:
                 if isinstance(part, QueryPart):
-                    seen, (of_heads,) = own if is_own else memory, narrow(slice(*part.heads), 2, rows)
-                    part.plan_ahead(of_heads, *seen)
+                    (of_heads,), keys = narrow(slice(*part.heads), 2, rows), own if is_own else memory
+                    part.plan_forward(of_heads, *keys, Masks(padding))
 
 
 class Work:

@@ -91,7 +91,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 def compile_ahead(step: Step, k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
     """Starts compiling what the copies of steps like this one need, unless it did so before: calls on meta tensors do."""
     B, _, _, D = k.shape
-    kind = k.dtype, k.device, B, D, step.num_kv_heads, step.width, step.own_lines is None, k.stride(), v.stride(), needs_grad
+    kind = k.dtype, k.device, B, D, step.num_kv_heads, step.width, step.own_lines is None, k.stride()[1:], v.stride()[1:], needs_grad
     if kind in _started:
         return
     _started.add(kind)
