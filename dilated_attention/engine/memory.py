@@ -101,7 +101,7 @@ def attention_memory(
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
         keys: (keys in memory, the first query's position among them) of a rank whose queries see more keys than are its own. Only its
             own keys and their gradients are counted here.
-        host_ms: of a forward and of a backward, see ``make_plan``.
+        host_ms: see ``make_plan``.
 
     >>> pattern = DilatedPattern((2048, 8192), (1, 4))
     >>> print(attention_memory(pattern, 2**20, 8, 64))
@@ -126,7 +126,7 @@ def attention_memory(
         tensors = (q, k, k, q, q) if is_backward else (q, k, k)
         options = given | {"has_padding": key_padding_mask, "saved": not is_backward or saved > 0, "hardware": machine}
         try:
-            plan = make_plan(settings, tensors, is_backward, host_ms=host_ms[is_backward], **options)
+            plan = make_plan(settings, tensors, is_backward, host_ms=host_ms, **options)
         except BackendUnavailable:
             # no kernel of this machine computes it
             options["runner"] = run_branches if fuses(machine, dtype) else run_problems

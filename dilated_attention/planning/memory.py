@@ -111,7 +111,7 @@ def _of_ring(problem: Problem) -> tuple[Terms, Terms]:
         return [*common, ("out", Q * e)], [*common, ("out, dout", 2 * Q * e), ("dq", Q * e), *grads]
     if exchange.home is None:
         first = exchange.rows - problem.rows if problem.is_causal else 0
-        local = of_engine(problem, problem.rows, keys=(exchange.rows, first), host_ms=(HOST_MS[False], HOST_MS[True]))
+        local = of_engine(problem, problem.rows, keys=(exchange.rows, first), host_ms=HOST_MS)
         more = [keys, ("dk, dv of all keys in memory", (received - 2 * K) * e)]
     else:
         local = of_engine(problem, problem.rows, exchange.home)

@@ -118,7 +118,7 @@ def test_kernels_of_lists_are_compiled_for_lengths_that_fill_the_last_block_and_
         block_sparse_attention(q, k, v, BigBird(512, 64, 3), backend="triton").sum().backward()
 
     run(4096)
-    for compilation in triton._compilations.values():
+    for compilation in filter(None, triton._compilations.values()):
         compilation.result()
     before = variants()
     run(4001)

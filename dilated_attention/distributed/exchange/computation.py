@@ -30,7 +30,7 @@ from dilated_attention.pattern import DilatedPattern
 Tensors = tuple[torch.Tensor, ...]
 # host time in ms of the rest of a ring's forward and backward: 0.3 and 1.4 on one machine of two H200s, 0.6 and 1.7 on one of two H100s
 # (benchmarks scaling, 2,048 tokens a GPU). Where the host is slower than this, a library's launches cost more than its kernels gain
-HOST_MS = {False: 0.6, True: 1.7}
+HOST_MS = 0.6, 1.7
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,7 +95,7 @@ class QueryPart(Part):
             settings = self.settings._replace(query_offset=self.queries[0] - span.start, seq_len=-1)
             plan = self.passes[kind] = make_plan(
                 settings, tensors, is_backward, has_padding=masks.padding is not None, documents=span.documents, pattern=self.pattern,
-                num_keys=span.end - span.start, host_ms=HOST_MS[is_backward], position_offset=span.start,
+                num_keys=span.end - span.start, host_ms=HOST_MS, position_offset=span.start,
                 first_head=self.first_head + self.heads[0],
             )  # fmt: skip
         return plan  # type: ignore[no-any-return]

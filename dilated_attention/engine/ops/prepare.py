@@ -30,7 +30,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 def make_plan(
     settings: CallSettings, tensors: Tensors, is_backward: bool, *, has_padding: bool = False, documents: tuple[Range, ...] | None = None,
-    saved: bool = False, pattern: DilatedPattern | None = None, num_keys: int | None = None, host_ms: float = 0.0,
+    saved: bool = False, pattern: DilatedPattern | None = None, num_keys: int | None = None, host_ms: tuple[float, float] = (0.0, 0.0),
     hardware: Hardware | None = None, runner: Runner | None = None, position_offset: int = 0, first_head: int = 0,
 ) -> Plan:  # fmt: skip
     """Decides how a pass runs on these tensors: q, k, v and in a backward dout and out. Every such decision is made here.
@@ -43,7 +43,7 @@ def make_plan(
         saved: a forward may save the branches' outputs; a backward gets those that its forward has saved.
         pattern: the branches, if not those of the settings.
         num_keys: number of keys of the whole sequence, where k holds only a part of it.
-        host_ms: host time in ms that what surrounds the pass takes, for the choice of how it runs.
+        host_ms: host time in ms that what surrounds a forward and a backward takes, for the choice of how they run.
         hardware: of another machine; then the tensors may have no memory, and no kernel is compiled ahead.
         runner: use this one, whichever is faster.
         position_offset, first_head: see ``Plan``.
@@ -72,7 +72,7 @@ def make_plan(
         named = settings.backend != "auto"
         if not named:
             chosen = registry.get(packed_library(pattern, shape, request, B, chosen.name))
-        is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms)
+        is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms[is_backward])
         return request, Options(settings.scale, deterministic=request.deterministic, softcap=settings.softcap), chosen, is_whole
 
     kind = decision = None
