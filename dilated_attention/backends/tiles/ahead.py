@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 import triton
 from triton.runtime.jit import MockTensor
+
+_unfinished: set[Future[Any]] = set()
 
 
 def knows_triton() -> bool:
@@ -28,7 +30,15 @@ def stand_in(x: Any) -> Any:
 
 def submit(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], device: int) -> Future[Any]:
     """Returns the kernel that a launch with these arguments, dtypes in place of tensors, will select."""
-    return _pool().submit(_compile, kernel, arguments, options, device)
+    compilation = _pool().submit(_compile, kernel, arguments, options, device)
+    _unfinished.add(compilation)
+    compilation.add_done_callback(_unfinished.discard)
+    return compilation
+
+
+def finish() -> None:
+    """Waits for all that is being compiled."""
+    wait(tuple(_unfinished))
 
 
 @functools.cache
