@@ -154,16 +154,17 @@ class RingPass:
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
         documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
-        setup, q = make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding), self.tensors[0]
+        setup = make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
+        tensors, sharding = self.tensors, setup.sharding
         session = None if self.members.group is None else sessions.get(self.members.group)
-        if session is not None and q.device.type not in session.wires:
+        if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or sharding is not None):
             # the ranks have yet to connect, which takes a while
-            tensors, sharding = self.tensors, setup.sharding
             if sharding is not None:
                 queries, keys = (sides[self.members.rank] for sides in sharding.used)
                 holdings = zip(tensors, (queries, keys, keys), strict=True)
                 tensors = tuple([x.new_empty((len(x), of.rows, of.heads[1] - of.heads[0], x.shape[3])) for x, of in holdings])
-            run.compile_ahead(setup.steps, *tensors[1:], needs_grad=self.call.settings.needs_grad)
+            if setup.exchanges:
+                run.compile_ahead(setup.steps[0], *tensors[1:], needs_grad=self.call.settings.needs_grad)
             plan_ahead(setup.layers, setup.steps, tensors, self.padding)
         return setup
 

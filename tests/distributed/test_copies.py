@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -77,7 +76,6 @@ def test_what_compiles_ahead_is_what_the_copies_launch(seed: int, monkeypatch: p
     step, rows, Hk, B, D, dtype = random_step(seed)
     k, v = random_pair(B, rows, Hk, D, dtype)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(copies_triton, "_started", set[Any]())
     copies_triton.compile_ahead(step, k, v, needs_grad=True)
     launches, own, width = set(step.made), (step.of_heads(k), step.of_heads(v)), step.width * B * 2 * D
     sent, came = (torch.zeros(count, width, dtype=dtype) for count in (step.send.total, step.place.total))

@@ -25,7 +25,7 @@ _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
 _LOG2_E = 1.4426950408889634
-# by what a launch's kernel depends on, where it was begun; None once it has ended
+# compilations that were begun, by what the kernel depends on; None for one that has ended
 _compilations: dict[Hashable, Future[Any] | None] = {}
 
 
@@ -188,9 +188,9 @@ class _Launch(NamedTuple):
             return False
         # dtypes in place of tensors, which would live as long as the compilation
         arguments, of_lists = ([x.dtype if isinstance(x, Tensor) else x for x in given] for given in (self.arguments, lists))
+        options = self.options | {"lists": type(lists)(*map(ahead.stand_in, of_lists))}
         for some in (form, form._replace(even=not form.even)):
-            options = self.options | {"FORM": some, "lists": type(lists)(*map(ahead.stand_in, of_lists))}
-            _compilations[self.kind, some] = ahead.submit(self.kernel, arguments, options, self.device.index or 0)
+            _compilations[self.kind, some] = ahead.submit(self.kernel, arguments, options | {"FORM": some}, self.device.index or 0)
         return True
 
     def __call__(self) -> None:

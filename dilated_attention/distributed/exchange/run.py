@@ -112,11 +112,11 @@ class Returning:
         _copies(dk).add(to, self._grads, self._came, self._step)
 
 
-def compile_ahead(steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
-    """Starts compiling the kernels of all copies, if they are kernels."""
-    if has_kernels(k) and steps:
+def compile_ahead(step: Step, k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
+    """Starts compiling the kernels that copy for steps like this one, if kernels do."""
+    if has_kernels(k):
         with on_device(k.device):
-            _copies(k).compile_ahead(steps[0], k, v, needs_grad=needs_grad)
+            _copies(k).compile_ahead(step, k, v, needs_grad=needs_grad)
 
 
 def forward(work: Any, steps: Sequence[Step], k: torch.Tensor, v: torch.Tensor, wire: Wire | None) -> None:
