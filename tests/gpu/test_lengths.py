@@ -82,7 +82,7 @@ def test_new_lengths_compile_nothing_and_wait_for_nothing(name: str) -> None:
     assert variants() == before
 
 
-@pytest.mark.parametrize("name", ["dilated", "torchscale", "dense"])
+@pytest.mark.parametrize("name", ["dilated", "torchscale", "dense", "bigbird"])
 def test_a_kind_of_call_has_few_variants(name: str) -> None:
     """A head dimension that no other test uses: its kernels are compiled here."""
     before = variants()

@@ -244,16 +244,14 @@ class _Call:
         size = _sizes_for(which, self.head_dim, self.dtype, blocks[0], self.device)
         programs = num_lists * (blocks[0] // size.rows) * B * heads
         low, high = lists.interval or (starts, starts)
-        # steps from group to group of the lists; 0 where all have the same
-        batch_step, head_step = int(lists.num_batch > 1), int(lists.num_heads > 1)
-        arrays = starts, others, starts if masks is None else masks, lists.bits, low, high, order.places, order.heavy
-        data = Lists(*arrays, num_lists, batch_step * lists.num_heads, head_step, batch_step * (heads if head_step else 1), head_step)
+        data = Lists(starts, others, starts if masks is None else masks, lists.bits, low, high, order.places, order.heavy)
+        kept = *blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, lists.num_batch > 1, lists.num_heads > 1
         D0, D1 = head_blocks(self.head_dim)
         options = {
             "D": self.head_dim, "D0": D0, "D1": D1, "ROWS": size.rows, "PARTS": blocks[0] // size.rows, "BLOCK": size.block,
             "STAGES": size.stages, "PRECISION": "ieee", "LEFT": False, "RIGHT": False, "CUT": False, "PADDING": self.is_padded,
             "DROPOUT": False, "BIAS": False, "lists": data,
-            "FORM": Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
+            "FORM": Form(*kept, self.negative), **flags,
             "num_warps": size.warps, "num_stages": size.stages,
         }  # fmt: skip
         kind = which, self.device, self.dtype, self.head_dim, size, self.is_padded, *flags.values()

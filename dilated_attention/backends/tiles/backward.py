@@ -109,7 +109,7 @@ def query_kernel(
         )
         tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
     else:
-        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, PARTS)
+        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, num_queries, PARTS, FORM)
         branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
     i0 = low + tile * ROWS
     if i0 < high:
@@ -186,7 +186,7 @@ def query_kernel(
             parts = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
         else:
             SUBS: tl.constexpr = FORM.visited_block // BLOCK
-            start, end, block_column = list_steps(lists, batch, head, block_row, SUBS)
+            start, end, block_column = list_steps(lists, batch, head, block_row, num_heads, num_queries, SUBS, FORM)
             parts = (start, start, end)
         for x in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):
             for step in tl.range(parts[x], parts[x + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
@@ -295,7 +295,7 @@ def key_kernel(
         )
         tile = tile * PARTS + pid // (heads * num_batches) % PARTS
     else:
-        batch, own_head, block_column, tile = read_list(lists, pid, num_batches, heads, PARTS)
+        batch, own_head, block_column, tile = read_list(lists, pid, num_batches, heads, num_keys, PARTS, FORM)
         first_head = own_head * group
         branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
         delta_place = place
@@ -351,7 +351,7 @@ def key_kernel(
                 word_b = tl.load(words_b_ptr + head_row * num_keys + row + rows, mask=valid, other=0)
             if FORM is not None:
                 SUBS: tl.constexpr = FORM.visited_block // BLOCK
-                start, stop, block_row = list_steps(lists, batch, head, block_column, SUBS)
+                start, stop, block_row = list_steps(lists, batch, head, block_column, num_heads, num_keys, SUBS, FORM)
                 parts = (start, start, stop, stop)
             for x in tl.static_range(0 if RIGHT else 1, 3 if FORM is None else 2):
                 for step in tl.range(parts[x], parts[x + 1], BLOCK if FORM is None else 1, num_stages=STAGES):

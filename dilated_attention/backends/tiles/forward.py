@@ -97,7 +97,7 @@ def forward_kernel(
         )
         tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
     else:
-        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, PARTS)
+        batch, head, block_row, tile = read_list(lists, pid, num_batches, num_heads, num_queries, PARTS, FORM)
         branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
     i0 = low + tile * ROWS
     if i0 < high:
@@ -145,7 +145,7 @@ def forward_kernel(
             key_ends = key_parts(i0, last, count, left, right, BLOCK, LEFT, RIGHT)
         else:
             SUBS: tl.constexpr = FORM.visited_block // BLOCK
-            start, end, block_column = list_steps(lists, batch, head, block_row, SUBS)
+            start, end, block_column = list_steps(lists, batch, head, block_row, num_heads, num_queries, SUBS, FORM)
             # one range, the second: lists say for each block which of its pairs count
             key_ends = (start, start, end)
         for index in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):

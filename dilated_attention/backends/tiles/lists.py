@@ -22,10 +22,9 @@ class Lists(NamedTuple):
     Args:
         starts, others, masks, bits, low, high: see ``BlockLists``.
         order: each group's lists in the order in which programs process them.
-        heavy: () int32 on the device, the number of lists that all heads process before any head continues with its others.
-        num_lists: number of lists of a group.
-        batch_step, head_step: from a batch entry or a query head to the next in the groups of lists.
-        order_batch_step, order_head_step: the same in the groups of ``order``, which are those of key heads in ``key_kernel``.
+        heavy: () int32, the number of lists that all heads process before any head continues with its others.
+
+    Tensors alone: Triton compiles a kernel anew for each alignment of an integer within a tuple.
     """
 
     starts: Any
@@ -36,11 +35,6 @@ class Lists(NamedTuple):
     high: Any
     order: Any
     heavy: Any
-    num_lists: Any
-    batch_step: Any
-    head_step: Any
-    order_batch_step: Any
-    order_head_step: Any
 
 
 class Form(NamedTuple):
@@ -50,6 +44,7 @@ class Form(NamedTuple):
         tile_block, visited_block: positions per block: of those that a program's tile is part of, and of those in the lists.
         masks: 0 none · 1 interval · 2 bits.
         even: whether the sequence fills its last block.
+        per_batch, per_head: whether batch entries, and heads, have lists of their own.
         negative: whether the forward's scores are those of −q, for a scale that is negative; the kernel gets −scale.
     """
 
@@ -57,12 +52,25 @@ class Form(NamedTuple):
     visited_block: int
     masks: int
     even: bool
+    per_batch: bool
+    per_head: bool
     negative: bool = False
 
 
 @triton.jit
-def read_list(lists, pid, num_batches, num_heads, PARTS: tl.constexpr):
-    """Returns (batch, head, block, tile) of a program, where a block has PARTS tiles.
+def group_start(batch, head, num_heads, num_positions, FORM: tl.constexpr):
+    """Returns the index of the first list of a batch entry and head, whose lists are those of blocks of ``num_positions``."""
+    group = batch * 0
+    if FORM.per_batch:
+        group += batch * (num_heads if FORM.per_head else 1)
+    if FORM.per_head:
+        group += head
+    return group * tl.cdiv(num_positions, FORM.tile_block)
+
+
+@triton.jit
+def read_list(lists, pid, num_batches, num_heads, num_positions, PARTS: tl.constexpr, FORM: tl.constexpr):
+    """Returns (batch, head, block, tile) of a program, where a block of ``num_positions`` has PARTS tiles.
 
     The longest lists of all heads come first, then one head after the other, since the programs of a head share keys in the cache.
     """
@@ -70,11 +78,11 @@ def read_list(lists, pid, num_batches, num_heads, PARTS: tl.constexpr):
     heavy = tl.load(lists.heavy)
     pairs = num_batches * num_heads
     late = item - heavy * pairs
-    light = tl.maximum(lists.num_lists - heavy, 1)
+    light = tl.maximum(tl.cdiv(num_positions, FORM.tile_block) - heavy, 1)
     pair = tl.where(late < 0, item % pairs, late // light)
     place = tl.where(late < 0, item // pairs, heavy + late % light)
     batch, head = (pair // num_heads).to(tl.int64), pair % num_heads
-    block = tl.load(lists.order + (batch * lists.order_batch_step + head * lists.order_head_step) * lists.num_lists + place)
+    block = tl.load(lists.order + group_start(batch, head, num_heads, num_positions, FORM) + place)
     return batch, head, block, block * PARTS + pid % PARTS
 
 
@@ -88,9 +96,9 @@ def whole_sequence(pid, num_queries, num_keys):
 
 
 @triton.jit
-def list_steps(lists, batch, head, block, SUBS: tl.constexpr):
+def list_steps(lists, batch, head, block, num_heads, num_positions, SUBS: tl.constexpr, FORM: tl.constexpr):
     """Returns (first step, end of the steps, first block) of a list; each of its blocks takes SUBS steps."""
-    at = lists.starts + (batch * lists.batch_step + head * lists.head_step) * lists.num_lists + block
+    at = lists.starts + group_start(batch, head, num_heads, num_positions, FORM) + block
     start, end = tl.load(at), tl.load(at + 1)
     return start * SUBS, end * SUBS, tl.load(lists.others + start, mask=start < end, other=0)
 
