@@ -18,8 +18,7 @@ import torch.multiprocessing as mp
 from dilated_attention import ring_attention, ring_block_sparse_attention, ring_dilated_attention, shard_sequence
 from dilated_attention.distributed import members_of
 from dilated_attention.distributed.comm.call_consistency import agree
-from dilated_attention.distributed.comm.watchdog import session_of
-from dilated_attention.distributed.errors import RingError
+from dilated_attention.distributed.comm.session import RingError, session_of
 from dilated_attention.pattern import BigBird, LocalWindow
 from tests.helpers.pool import Pool, PoolError, fresh_processes, pool_of
 

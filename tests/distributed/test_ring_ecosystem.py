@@ -28,7 +28,7 @@ from dilated_attention import (
     shard_sequence,
     unshard_sequence,
 )
-from dilated_attention.distributed.comm.watchdog import POLL
+from dilated_attention.distributed.comm.session import POLL
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients, sharded_cross_entropy
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.machine import worlds

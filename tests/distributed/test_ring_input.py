@@ -22,7 +22,7 @@ from dilated_attention import (
 )
 from dilated_attention.distributed import Layout
 from dilated_attention.distributed.comm import session
-from dilated_attention.distributed.errors import RingError
+from dilated_attention.distributed.comm.session import RingError
 from dilated_attention.modules import RingMultiheadBlockSparseAttention, RingMultiheadBlockSparseDilatedAttention
 from dilated_attention.pattern import LocalWindow, MaskFunction, PerHead
 from dilated_attention.testing.cases import scattered

@@ -30,8 +30,7 @@ from dilated_attention.distributed.exchange.computation import Layer, Part, Spar
 from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, heads_alike, key_span, needed_keys
 from dilated_attention.distributed.exchange.step import Step, make_step
-from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.distributed.sharding.layout import joined, spans
+from dilated_attention.distributed.sharding.layout import Layout, joined, layout_name, spans
 from dilated_attention.distributed.sharding.reshard import ShardSpec
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
