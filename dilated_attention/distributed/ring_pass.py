@@ -18,7 +18,7 @@ from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.computation import Masks, Tensors, Work, plan_ahead
+from dilated_attention.distributed.exchange.run import Masks, Tensors
 from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, check_branches, make_setup
 from dilated_attention.distributed.exchange.step import Pair
 from dilated_attention.distributed.sharding.layout import spans
@@ -113,9 +113,8 @@ class RingPass:
                 queries, keys = (sides[self.members.rank] for sides in sharding.used)
                 holdings = zip(tensors, (queries, keys, keys), strict=True)
                 tensors = tuple([x.new_empty((len(x), of.rows, of.heads[1] - of.heads[0], x.shape[3])) for x, of in holdings])
-            if setup.exchanges:
-                run.compile_ahead(setup.steps[0], *tensors[1:], needs_grad=self.call.settings.needs_grad)
-            plan_ahead(setup.layers, setup.steps, tensors, self.padding)
+            needs_grad = self.call.settings.needs_grad
+            run.compile_ahead(setup.layers, setup.steps, tensors, self.padding, exchanges=setup.exchanges, needs_grad=needs_grad)
         return setup
 
     def _move(self, what: str) -> None:
@@ -156,10 +155,8 @@ class RingPass:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
         if not self.is_moved:
             self._move("forward")
-        (q, k, v), setup = self.tensors, self.setup
-        work = Work(setup.layers, self.masks, q)
-        run.forward(work, setup.steps, k, v, self._wire() if setup.exchanges else None)
-        out, lse = work.results()
+        setup = self.setup
+        out, lse = run.forward(setup.layers, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
         if setup.sharding is not None:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -170,7 +167,7 @@ class RingPass:
         dout, out = self.of_backward
         if not self.is_moved:
             self._move("backward")
-        (q, k, v), setup = self.tensors, self.setup
+        setup = self.setup
         if setup.sharding is not None:
             if dlse is None and self.ring.lse_grad:
                 # other ranks may have a gradient of lse, and all must send the same
@@ -179,15 +176,14 @@ class RingPass:
             more = (dout, out, *(x.transpose(1, 2) for x in rows))
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        work = Work(setup.layers, self.masks, q, (dout, out, lse, dlse))
-        dk, dv = run.backward(work, setup.steps, k, v, self._wire() if setup.exchanges else None)
-        dq = work.dq()
+        wire, rest = self._wire() if setup.exchanges else None, (dout, out, lse, dlse)
+        dq, dk, dv = run.backward(setup.layers, setup.steps, self.masks, self.tensors, rest, wire)
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
             shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size
             (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
             dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
-        return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+        return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
 
 
 def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:

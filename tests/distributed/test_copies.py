@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from dilated_attention.distributed.exchange import copies_torch, copies_triton
+from dilated_attention.distributed.exchange import copies_triton
+from dilated_attention.distributed.exchange import step as copies_torch
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.step import Step, make_step
 from dilated_attention.pattern import DilatedPattern
@@ -47,13 +48,13 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     own = step.of_heads(own[0]), step.of_heads(own[1])
     width = step.width * B * 2 * D
 
-    sent = [torch.full((step.send.total, width), torch.nan, dtype=dtype) for _ in range(2)]
+    sent = [torch.full((len(step.send.numbers), width), torch.nan, dtype=dtype) for _ in range(2)]
     memory = [torch.full((step.rows, step.num_kv_heads, B, 2 * D), torch.nan, dtype=dtype) for _ in range(2)]
-    came, returned = torch.randn(step.place.total, width).to(dtype), torch.randn(step.send.total, width).to(dtype)
+    came, returned = torch.randn(len(step.place.numbers), width).to(dtype), torch.randn(len(step.send.numbers), width).to(dtype)
     grads = random_pair(B, step.rows, step.num_kv_heads, D, torch.float32)
     before = random_pair(B, own[0].shape[1], Hk, D, dtype)
     sums = [tuple(x.clone() for x in before) for _ in range(2)]
-    back = [torch.full((step.place.total, width), torch.nan, dtype=dtype) for _ in range(2)]
+    back = [torch.full((len(step.place.numbers), width), torch.nan, dtype=dtype) for _ in range(2)]
     for copies, *to in zip((copies_torch, copies_triton), sent, memory, sums, back, strict=True):
         copies.gather(to[0], own, None, step.send.numbers, step)
         copies.gather(to[1], own, came, step.sources, step)
@@ -67,7 +68,7 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     # what came is in the memory, line by line, and what nobody needs is zero
     lines = memory[0].view(-1, width)
     torch.testing.assert_close(lines[step.place.numbers], came, rtol=0, atol=0)
-    assert not lines[step.sources == len(step.own_places) + step.place.total].any()
+    assert not lines[step.sources == len(step.own_places) + len(step.place.numbers)].any()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -78,7 +79,7 @@ def test_what_compiles_ahead_is_what_the_copies_launch(seed: int, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     copies_triton.compile_ahead(step, k, v, needs_grad=True)
     launches, own, width = set(step.made), (step.of_heads(k), step.of_heads(v)), step.width * B * 2 * D
-    sent, came = (torch.zeros(count, width, dtype=dtype) for count in (step.send.total, step.place.total))
+    sent, came = (torch.zeros(count, width, dtype=dtype) for count in (len(step.send.numbers), len(step.place.numbers)))
     copies_triton.gather(sent, own, None, step.send.numbers, step)
     copies_triton.gather(torch.zeros(step.rows, step.num_kv_heads, B, 2 * D, dtype=dtype), own, came, step.sources, step)
     grads, to = torch.zeros(B, step.rows, step.num_kv_heads, D, dtype=dtype), step.of_heads(torch.zeros(k.shape, dtype=dtype))

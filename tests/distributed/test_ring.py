@@ -19,9 +19,8 @@ from torch.testing import assert_close
 
 from dilated_attention import DilatedPattern, attention, balanced_layout, dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, shard_sequence
-from dilated_attention.distributed.exchange import computation, crossing, setup
-from dilated_attention.distributed.exchange.crossing import SMALL_BYTES
+from dilated_attention.distributed import LAYOUTS, Layout, shard_sequence
+from dilated_attention.distributed.exchange import run, setup
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     Result,
@@ -134,7 +133,7 @@ def test_balanced_layouts(pool: Pool) -> None:
 
 def other_ways(rank: int, world: int, nbytes: int) -> None:
     """From now on, branches across ranks are computed apart from this size on."""
-    crossing.SMALL_BYTES = nbytes
+    setup.SMALL_BYTES = nbytes
     registry.cached.clear()
     setup._setups.clear()
 
@@ -158,7 +157,7 @@ def test_branches_that_cross_ranks(world: int) -> None:
     try:
         check(pool, spreads)
     finally:
-        pool.run(other_ways, SMALL_BYTES)
+        pool.run(other_ways, setup.SMALL_BYTES)
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
@@ -324,19 +323,19 @@ def planned(rank: int, world: int, name: str) -> tuple[int, int]:
     if (padding := options.get("key_padding_mask")) is not None:
         options["key_padding_mask"] = shard_sequence(group, [padding], [1], layout=layout)[0]
     q, k, v = shard_sequence(group, [torch.randn(1, 96, 4, 8) for _ in range(3)], [1, 1, 1], layout=layout)
-    make, plan_ahead, connected = computation.make_plan, ring_pass.plan_ahead, [1]
+    make, compile_ahead, connected = run.make_plan, run.compile_ahead, [1]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made[connected[0]] += 1
         return make(*args, **kwargs)
 
-    def ahead(*args: Any) -> None:
+    def ahead(*args: Any, **kwargs: Any) -> None:
         connected[0] = 0
-        assert any(layer.rows is not None for layer in args[0]) == (name == "crossing")
-        plan_ahead(*args)
+        assert any(layer.chosen_rows is not None for layer in args[0]) == (name == "crossing")
+        compile_ahead(*args, **kwargs)
         connected[0] = 1
 
-    changes = ((computation, "make_plan", counted), (ring_pass, "plan_ahead", ahead), (crossing, "SMALL_BYTES", 0))
+    changes = ((run, "make_plan", counted), (run, "compile_ahead", ahead), (setup, "SMALL_BYTES", 0))
     with byte_limits_of_one(), contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(mock.patch.object(*change))

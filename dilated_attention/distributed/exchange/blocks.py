@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.distributed.exchange.computation import Masks, Part, Tensors, masks_at, narrow
 from dilated_attention.distributed.exchange.plan import (
     KeySpan,
     Needed,
@@ -29,6 +28,7 @@ from dilated_attention.distributed.exchange.plan import (
     union,
     wanted_keys,
 )
+from dilated_attention.distributed.exchange.run import Masks, Part, Tensors, masks_at, narrow
 from dilated_attention.distributed.exchange.step import Pair, Step, row_indices
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.documents import request_of

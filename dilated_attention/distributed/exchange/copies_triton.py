@@ -14,8 +14,8 @@ import triton.language as tl
 
 from dilated_attention.backends.tiles.call import index_of
 from dilated_attention.backends.tiles.launch import KernelLaunch
-from dilated_attention.distributed.exchange.step import Pair, Step
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 # numbers of one program
 _BLOCK = 4096
 # integers that follow the length are not specialised: one compiled kernel serves all lengths
@@ -86,40 +86,36 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     tl.store(to_v + at_v, values.to(to_v.dtype.element_ty), mask=mask)
 
 
-def compile_ahead(step: Step, k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
+def compile_ahead(step: Any, k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
     """Starts compiling what the copies of steps like this one need: calls on meta tensors do."""
     B, _, _, D = k.shape
     width = step.width * B * 2 * D
-    sent, came, to = (
-        torch.empty(shape, dtype=k.dtype, device="meta") for shape in ((step.send.total, width), (step.place.total, width), k.shape)
-    )
+    sent, came = (torch.empty((len(x.numbers), width), dtype=k.dtype, device="meta") for x in (step.send, step.place))
     own_k, own_v = (step.of_heads(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in (k, v))
     gather(sent, (own_k, own_v), None, step.send.numbers, step)
     gather(came.new_empty((step.rows, step.num_kv_heads, B, 2 * D)), (own_k, own_v), came, step.sources, step)
     if needs_grad:
-        grads, to = came.new_empty((B, step.rows, step.num_kv_heads, D)), step.of_heads(to)
+        grads, to = came.new_empty((B, step.rows, step.num_kv_heads, D)), step.of_heads(torch.empty(k.shape, dtype=k.dtype, device="meta"))
         gather(came, (grads, grads), None, step.place.numbers, step, are_own=False)
         add((to, to), (grads, grads), sent, step)
 
 
-def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step, *, are_own: bool = True) -> None:
-    """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
-    those of ``of``, of those that came after them, and of a line of zeros. ``are_own``: ``own_lines`` numbers the lines of ``of``."""
+def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Any, *, are_own: bool = True) -> None:
+    """See ``step.gather``."""
     own_lines = step.own_lines if are_own else None
     num_own = of[0].shape[1] * step.num_kv_heads // step.width if own_lines is None else len(own_lines)
     counts = (num_own, 0 if came is None else len(came))
     _launch(_gather_kernel, step, (to, *of, to if came is None else came, lines, own_lines), (of,), counts, to)
 
 
-def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
-    """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
-    that came, by peer. Where own keys are only some rows, the sums are added to what dk and dv hold."""
+def add(to: Pair, grads: Pair, came: torch.Tensor, step: Any) -> None:
+    """See ``step.add``."""
     tensors = *to, *grads, came, step.own_places, step.returned, step.own_lines
     _launch(_add_kernel, step, tensors, (to, grads), (step.returned.shape[0],), step.own_places)
 
 
 def _launch(
-    kernel: Any, step: Step, tensors: tuple[torch.Tensor | None, ...], pairs: tuple[Pair, ...], counts: tuple[int, ...], of: torch.Tensor
+    kernel: Any, step: Any, tensors: tuple[torch.Tensor | None, ...], pairs: tuple[Pair, ...], counts: tuple[int, ...], of: torch.Tensor
 ) -> None:
     """Launches a kernel over the rows of ``of``: lines, or memory. The launch is remembered for calls of the same strides."""
     B, _, heads, D = pairs[0][0].shape

@@ -1,17 +1,18 @@
-"""One step of an exchange on one rank: which rows it sends and receives, and where they go. Planned in closed form from what all ranks
-know."""
+"""One step of an exchange on one rank: which rows it sends and receives, where they go, and the copies that it makes. Planned in closed
+form from what all ranks know."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.hardware import has_kernels
 from dilated_attention.distributed.exchange.plan import Needed
 from dilated_attention.engine.branches.problems import Range
 
@@ -23,10 +24,6 @@ class RowIndex(NamedTuple):
 
     counts: list[int]
     numbers: torch.Tensor
-
-    @property
-    def total(self) -> int:
-        return len(self.numbers)
 
 
 def row_indices(of_peers: Sequence[Sequence[Sequence[range | np.ndarray]]], device: torch.device) -> Iterator[RowIndex]:
@@ -74,14 +71,14 @@ class Step:
     own_lines: torch.Tensor | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def num_kv_heads(self) -> int:
         return self.kv_heads[1] - self.kv_heads[0]
 
-    @cached_property
+    @property
     def is_own(self) -> bool:
         """Whether the memory would be the rank's own rows and nothing else, so that they are read where they are."""
-        return self.own_lines is None and not self.place.total and self.own == (((0, 0, self.rows),) if self.rows else ())
+        return self.own_lines is None and not len(self.place.numbers) and self.own == (((0, 0, self.rows),) if self.rows else ())
 
     @property
     def returned(self) -> torch.Tensor:
@@ -90,7 +87,7 @@ class Step:
             return known  # type: ignore[no-any-return]
         peers = [count for count in self.send.counts if count]
         returned = self.own_places.new_full((len(peers), len(self.own_places)), -1)
-        numbers = torch.arange(self.send.total, device=returned.device)
+        numbers = torch.arange(len(self.send.numbers), device=returned.device)
         for row, lines, places in zip(returned, self.send.numbers.split(peers), numbers.split(peers), strict=True):
             row[lines] = places
         self.made["returned"] = returned
@@ -151,8 +148,8 @@ def make_step(
             place[peer] = [moved(some, -span[0]) for _, some in wanted.rows(held)]
     (sent, arrives), lines = row_indices((send, place), device), stacked[-1] * each
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives.numbers[:0]])
-    numbers = torch.arange(lines + arrives.total, device=device)
-    sources = torch.full((rows * each,), lines + arrives.total, device=device)
+    numbers = torch.arange(lines + len(arrives.numbers), device=device)
+    sources = torch.full((rows * each,), lines + len(arrives.numbers), device=device)
     sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives.numbers, numbers[lines:])
     own_lines: torch.Tensor | None = None
     if sparse is not None and offsets is not None:
@@ -160,3 +157,46 @@ def make_step(
         places = (np.arange(stacked[-1])[:, None] * sparse[0] + np.array(offsets[:each])) * each + np.arange(each)
         own_lines, own = _on_device(places.ravel(), device), ()
     return Step(what, kv_heads, num_heads // each, rows, own, sent, arrives, sources, own_places, own_lines)
+
+
+def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step, *, are_own: bool = True) -> None:
+    """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
+    those of ``of``, of those that came after them, and of a line of zeros. ``are_own``: ``own_lines`` numbers the lines of ``of``."""
+    if has_kernels(to):
+        from dilated_attention.distributed.exchange import copies_triton
+
+        copies_triton.gather(to, of, came, lines, step, are_own=are_own)
+        return
+    every = _lines(of, step.width, to.dtype)
+    if are_own and step.own_lines is not None:
+        every = every[step.own_lines]
+    if came is not None:
+        every = torch.cat([every, came, came.new_zeros((1, came.shape[1]))])
+    torch.index_select(every, 0, lines, out=to.view(-1, every.shape[1]))
+
+
+def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
+    """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
+    that came, by peer. Where own keys are only some rows, the sums are added to what dk and dv hold."""
+    if has_kernels(came):
+        from dilated_attention.distributed.exchange import copies_triton
+
+        copies_triton.add(to, grads, came, step)
+        return
+    dtype = accumulation_dtype(came.dtype)
+    sums = _lines(grads, step.width, dtype)[step.own_places]
+    peers = [count for count in step.send.counts if count]
+    # each names a line once, so peer by peer the order of the sums is always the same
+    for numbers, share in zip(step.send.numbers.split(peers), came.split(peers), strict=True):
+        sums.index_add_(0, numbers, share.to(dtype))
+    if step.own_lines is not None:
+        sums = _lines(to, step.width, dtype).index_add_(0, step.own_lines, sums)
+    B, n, heads, D = to[0].shape
+    for x, some in zip(to, sums.view(n, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
+        x.copy_(some)
+
+
+def _lines(of: Pair, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a copy of K and V, or their gradients, (B, rows, heads, D), as lines (…, width · B · 2·D)."""
+    B, _, _, D = of[0].shape
+    return torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, width * B * 2 * D)
