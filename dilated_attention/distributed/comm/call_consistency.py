@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable, registry
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import differences, missing, session_of
+from dilated_attention.distributed.comm.session import differences, session_of
 from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
@@ -28,28 +27,25 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
         return [own]
     session = session_of(members, timeout)
     session.check()
-    number, store, arguments = session.handshakes, session.store, {key: str(value) for key, value in same.items()}
+    number, arguments = session.handshakes, {key: str(value) for key, value in same.items()}
     session.handshakes += 1
     session.enter("a handshake", number, arguments)
-    keys = session.keys(f"agree/{number}")
     with session.asking():
-        store.set(keys[session.rank], json.dumps([arguments, own]))
-        # the watching thread may find a failure meanwhile
-        while not (texts := session.until(lambda: session.failed or (store.check(keys) and store.multi_get(keys)), timeout)):
-            if absent := missing(store, keys):
-                what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
-                trouble = f" failed after {timeout:.1f} s: {session.names(absent)} posted nothing"
-                # the others give up in their own time; report what is known by now
-                session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
+        posts = session.posts(f"agree/{number}", [arguments, own], timeout)
+        if len(posts) < session.size:
+            absent = [rank for rank in range(session.size) if rank not in posts]
+            what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
+            trouble = f" failed after {timeout:.1f} s: {session.names(absent)} posted nothing"
+            # the others give up in their own time; report what is known by now
+            session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
         if session.failed is not None:
             raise session.error()
         if number > 0:
             # all ranks have posted this call, so all have read the previous one
-            store.delete_key(f"agree/{number - 1}/{session.rank}")
-    posts = [json.loads(text) for text in texts]
-    if found := differences(session, {rank: post[0] for rank, post in enumerate(posts)}):
+            session.store.delete_key(f"agree/{number - 1}/{session.rank}")
+    if found := differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
         raise ValueError(f"{found}; all ranks must make the same call")
-    return [post[1] for post in posts]
+    return [posts[rank][1] for rank in range(session.size)]
 
 
 class RingCall(NamedTuple):

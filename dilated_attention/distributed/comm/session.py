@@ -138,13 +138,16 @@ class Session:
             time.sleep(min(0.01 + 0.001 * self.size, 5e-5 + waited / 4))
         return result
 
-    def posts(self, what: str, mine: object, collect: float) -> dict[int, Any]:
-        """Posts ``mine`` once, and returns by rank what has been posted, after so many seconds at the latest."""
+    def posts(self, what: str, mine: object, timeout: float) -> dict[int, Any]:
+        """Posts ``mine`` once, and returns by rank what has been posted, after so many seconds at the latest; at once if the group fails,
+        which the watching thread may find meanwhile."""
         store, keys = self.store, self.keys(what)
         if not store.check([keys[self.rank]]):
             store.set(keys[self.rank], json.dumps(mine))
-        self.until(lambda: store.check(keys), collect)
-        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+        self.until(lambda: self.failed or store.check(keys), timeout)
+        absent = missing(store, keys)
+        there = [rank for rank in range(self.size) if rank not in absent]
+        return dict(zip(there, map(json.loads, store.multi_get([keys[rank] for rank in there])), strict=True))
 
     def keys(self, what: str) -> list[str]:
         return [f"{what}/{rank}" for rank in range(self.size)]

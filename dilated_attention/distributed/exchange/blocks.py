@@ -29,7 +29,7 @@ from dilated_attention.distributed.exchange.plan import (
     wanted_keys,
 )
 from dilated_attention.distributed.exchange.run import Masks, Part, Tensors, masks_at, narrow
-from dilated_attention.distributed.exchange.step import Pair, Step, row_indices
+from dilated_attention.distributed.exchange.step import Pair, Step, on_device
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
@@ -239,7 +239,6 @@ def held_documents(
             lists = lists_of_memory(lists, (keys[0] - start, keys[1] - start))
         positions = np.concatenate([np.arange(start + low * block, min(start + high * block, end)) for low, high in runs])
         place = is_own[positions].nonzero()[0]
-        at, launched = (index.numbers for index in row_indices(([[place]], [[positions]]), device))
         # a rank's rows of one document lie side by side
         first, row = row, row + len(place)
         parts.append(
@@ -248,8 +247,8 @@ def held_documents(
                 heads=(0, ring_problem.num_heads),
                 key_rows=slice(keys[0] - span.start, keys[1] - span.start),
                 settings=settings,
-                place=at if len(place) < lists.num_queries else None,
-                positions=launched,
+                place=on_device([place], device) if len(place) < lists.num_queries else None,
+                positions=on_device([positions], device),
                 first_key=keys[0],
                 lists=lists,
             )

@@ -4,7 +4,7 @@ form from what all ranks know."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,17 +26,10 @@ class RowIndex(NamedTuple):
     numbers: torch.Tensor
 
 
-def row_indices(of_peers: Sequence[Sequence[Sequence[range | np.ndarray]]], device: torch.device) -> Iterator[RowIndex]:
-    """Yields an index of each of these lists of lines by peer; they are copied to the device at once."""
-    counts = [[sum(map(len, lines)) for lines in by_peer] for by_peer in of_peers]
-    every = [lines for by_peer in of_peers for of_peer in by_peer for lines in of_peer]
-    numbers = [np.arange(lines.start, lines.stop) if isinstance(lines, range) else lines for lines in every]
-    whole = _on_device(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]), device)
-    return itertools.starmap(RowIndex, zip(counts, whole.split([*map(sum, counts)]), strict=True))
-
-
-def _on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(numbers)
+def on_device(lines: Sequence[range | np.ndarray], device: torch.device) -> torch.Tensor:
+    """Returns the numbers of all lines, one after the other."""
+    numbers = [np.arange(some.start, some.stop) if isinstance(some, range) else some for some in lines]
+    tensor = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]))
     # a copy from other memory would wait for all that the GPU has to do
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -146,7 +139,10 @@ def make_step(
         if peer != rank:
             send[peer] = [moved(some, stacked[run] - shard[run][0]) for run, some in needed(peer).rows(shard)]
             place[peer] = [moved(some, -span[0]) for _, some in wanted.rows(held)]
-    (sent, arrives), lines = row_indices((send, place), device), stacked[-1] * each
+    sent, arrives = (
+        RowIndex([sum(map(len, some)) for some in by_peer], on_device([*itertools.chain(*by_peer)], device)) for by_peer in (send, place)
+    )
+    lines = stacked[-1] * each
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives.numbers[:0]])
     numbers = torch.arange(lines + len(arrives.numbers), device=device)
     sources = torch.full((rows * each,), lines + len(arrives.numbers), device=device)
@@ -155,7 +151,7 @@ def make_step(
     if sparse is not None and offsets is not None:
         # a line of all heads has one offset
         places = (np.arange(stacked[-1])[:, None] * sparse[0] + np.array(offsets[:each])) * each + np.arange(each)
-        own_lines, own = _on_device(places.ravel(), device), ()
+        own_lines, own = on_device([places.ravel()], device), ()
     return Step(what, kv_heads, num_heads // each, rows, own, sent, arrives, sources, own_places, own_lines)
 
 
