@@ -27,24 +27,23 @@ D = 8
 Count = tuple[Bytes, dict[int, int]]
 
 
-def counted(function: Any, case: Any, x: Any, needs_grad: bool = True, **options: Any) -> Count:
+def counted(function: Any, case: Any, x: Any) -> Count:
     """Bytes of forward and backward, and of the forward those sent to each peer: keys, their gradients and what changes hands alone."""
-    leaves = [y.detach().requires_grad_(needs_grad) for y in (x.q, x.k, x.v)]
+    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
     with traffic() as forward:
-        out, lse = function(case, x, *leaves, **options)
+        out, lse = function(case, x, *leaves)
     with traffic() as backward:
-        if needs_grad:
-            outputs, grads = ([out, lse], [x.dout, x.dlse]) if getattr(case, "lse_grad", True) else ([out], [x.dout])
-            torch.autograd.grad(outputs, leaves, grads)
+        outputs, grads = ([out, lse], [x.dout, x.dlse]) if case.lse_grad else ([out], [x.dout])
+        torch.autograd.grad(outputs, leaves, grads)
     return Bytes(forward.sent, forward.received, backward.sent, backward.received), dict(forward.sent_to)
 
 
-def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype, needs_grad: bool) -> list[Count]:
+def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype) -> list[Count]:
     found = []
     for spread in spreads:
         x = local_inputs(inputs(spread.case, dtype), positions(spread.case.num_keys, rank, world, spread.layout))
         with byte_limits_of_one() if spread.steps else nullcontext():
-            found.append(counted(ring_call(spread), spread.case, x, needs_grad))
+            found.append(counted(ring_call(spread), spread.case, x))
     return found
 
 
@@ -145,20 +144,15 @@ def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
 
 
 @pytest.mark.parametrize("make", [dense, dilated, by_heads, of_layouts])
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64), (8, torch.float32)])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64)])
 def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype: torch.dtype) -> None:
     calls = make(world)
     assert len(calls) >= 20
-    # each call is made by two processes or by four, and every third one by eight, which take long
-    order = random.Random(0).sample(calls, len(calls))
-    calls = {2: order[::2], 4: order[1::2], 8: order[::3]}[world]
-    needs_grad = world < 8
-    for rank, found in enumerate(pool_of(world).run(measured, [one.spread for one in calls], dtype, needs_grad, timeout=120.0)):
+    # each call is made by two processes or by four
+    calls = random.Random(0).sample(calls, len(calls))[world == 4 :: 2]
+    for rank, found in enumerate(pool_of(world).run(measured, [one.spread for one in calls], dtype)):
         for one, (count, _) in zip(calls, found, strict=True):
-            wanted = formula(one, world, rank, dtype)
-            assert count.forward_sent == wanted.forward_sent and count.forward_received == wanted.forward_received, (rank, one)
-            if needs_grad:
-                assert count == wanted, (rank, one)
+            assert count == formula(one, world, rank, dtype), (rank, one)
 
 
 # --- blocks, alone and beside branches --------------------------------------------------------------------------------------------
@@ -181,13 +175,13 @@ def of_every_holder(world: int) -> list[Spread]:
     return spreads
 
 
-@pytest.mark.parametrize(("kind", "world"), [("blocks", 2), ("blocks", 3), ("union", 3)])
+@pytest.mark.parametrize(("kind", "world"), [("blocks", 2), ("union", 3)])
 def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
     whole = 64 * world
     branches = [((whole,), (1,)), ((24, whole), (1, 4)), ((whole - 5, 17), (3, 1)), ((8, 16), (1, 2)), ((whole, whole), (2, 3))]
     spreads = blocks.laid_out(blocks.of_kind(kind, of_every_holder(world), [DilatedPattern(*x) for x in branches]), world)
     dtype = torch.float32 if world % 2 else torch.float64
-    ranks = pool_of(world).run(measured, spreads, dtype, True)
+    ranks = pool_of(world).run(measured, spreads, dtype)
     for index, spread in enumerate(spreads):
         case = spread.case
         sizes = CommSizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
@@ -213,7 +207,7 @@ def test_blocks_by_hand() -> None:
         *blocks.of_kind("union", [nothing], [DilatedPattern((64, 128), (1, 2))]),
     ]
     spreads = [window, replace(window, case=replace(window.case, is_causal=True)), *at_home]
-    ranks = pool_of(4).run(measured, spreads, torch.float32, True)
+    ranks = pool_of(4).run(measured, spreads, torch.float32)
     assert [found[0][1] for found in ranks] == [{1: block}, {0: block, 2: block}, {1: block, 3: block}, {2: block}]
     assert [found[1][1] for found in ranks] == [{1: block}, {2: block}, {3: block}, {}]
     assert all(count == (Bytes(0, 0, 0, 0), {}) for found in ranks for count in found[2:])

@@ -269,17 +269,13 @@ def run_check(rank: int, world: int, name: str, shape: tuple[int, int]) -> None:
 
 
 MESHES = {"2 of 2": (1, 2), "2 of 4": (2, 2), "4 of 4": (1, 4)}
-# each process compiles for seconds, so the model runs on two
-ON_ONE_MESH = {
-    "compiled_model_at_two_lengths": "2 of 2",
-    "every_kind_of_attention_in_a_model": "4 of 4",
-}
 
 
 def cases() -> Iterator[Any]:
     for check, (where, shape) in itertools.product(CHECKS, MESHES.items()):
         world = shape[0] * shape[1]
-        on_cpus = (world,) if where == ON_ONE_MESH.get(check, where) and (check in ON_ONE_MESH or world == 4) else ()
+        # each process compiles for seconds, so that runs on two
+        on_cpus = (world,) if where == ("2 of 2" if check == "compiled_model_at_two_lengths" else "2 of 4") else ()
         for case in worlds(*on_cpus, gpus=(world,)):
             yield pytest.param(*case.values, check, shape, marks=case.marks, id=f"{check}-{where}{' GPUs' * ('GPU' in str(case.id))}")
 

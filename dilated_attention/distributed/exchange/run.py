@@ -110,13 +110,12 @@ class Returning:
         if len(step.place.numbers) or len(step.send.numbers):
             assert wire is not None, "one process has nobody to exchange with"
             sent = k.new_empty((len(step.place.numbers), width))
-            gather(sent, grads, None, step.place.numbers, step, are_own=False)
+            gather(sent, grads, None, step.place.numbers, step)
             what = f"backward, {step.what}: dK and dV"
             self._transfer = wire.start(_wide(sent), step.place.counts, _wide(self._came), step.send.counts, what)
 
     def add_to(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Writes the sums of all contributions, once they have come, into the step's heads of dk and dv (B, n, Hk, D); adds them where the
-        step has only some of the rank's rows, as every step beside a layer on its own keys has."""
+        """Writes the sums of all contributions, once they have come, into the step's heads of dk and dv (B, n, Hk, D)."""
         if self._transfer is not None:
             self._transfer.wait()
         to = self._step.of_heads(dk), self._step.of_heads(dv)
@@ -238,22 +237,21 @@ def rows_of(spans: tuple[Range, ...]) -> Iterator[tuple[slice, Range]]:
 
 
 class SparseRows:
-    """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …)."""
+    """Every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …). ``offsets``: of the query heads,
+    and of the key/value heads."""
 
-    def __init__(self, step: int, offsets: tuple[int, ...], rows: int, device: torch.device) -> None:
+    def __init__(self, step: int, offsets: tuple[tuple[int, ...], tuple[int, ...]], rows: int, device: torch.device) -> None:
         """``rows``: n of the tensors."""
-        row = torch.arange(0, rows, step, device=device)[:, None] + torch.tensor(offsets, device=device)
-        self.count, head = len(row), torch.arange(len(offsets), device=device)
-        # in tensors (B, n, heads, D), and in statistics (B, heads, n)
-        self._index, self._of_stats = (slice(None), row, head), (slice(None), head[:, None], row.T.contiguous())
-
-    def index(self, x: torch.Tensor) -> tuple[Any, ...]:
-        """Returns the index of the rows, (B, n/g, heads, D), or of statistics (B, heads, n) as (B, heads, n/g)."""
-        return self._index if x.dim() == 4 else self._of_stats
+        every = torch.arange(0, rows, step, device=device)[:, None]
+        (row, head), (key_row, key_head) = ((every + torch.tensor(x, device=device), torch.arange(len(x), device=device)) for x in offsets)
+        self.count = len(row)
+        # of tensors (B, n, heads, D) as (B, n/g, heads, D), and of statistics (B, heads, n) as (B, heads, n/g)
+        self.queries, self.keys = (slice(None), row, head), (slice(None), key_row, key_head)
+        self.stats = slice(None), head[:, None], row.T.contiguous()
 
 
 class Layer:
-    """What calls alike compute in each step, on keys that are some of a softmax's: for all rows of q (B, n, H, D), or those that
+    """What calls alike compute in each step, on keys that are some of a softmax's: for all rows of q (B, n, H, D), k and v, or those that
     ``chosen_rows`` names; ``is_home``: on the rank's own keys alone, while others' are in flight. ``parts``: of each step (part, the rows
     of the memory that are its keys, whether these are all the rank's own). No two parts of a step share a row of a head; those on own keys
     come first, since they need not wait, and read these where they are (``key_rows``)."""
@@ -282,8 +280,13 @@ class Layer:
         self.sums = [self.acc if _most_at_once([part.key_rows for part in some]) > 2 else q.dtype for some in parts]
 
     def chosen(self, x: Any) -> Any:
-        """Returns the layer's rows of a tensor of all, or None."""
-        return x if self.chosen_rows is None or x is None else x[self.chosen_rows.index(x)]
+        """Returns the layer's rows of a tensor of all queries (B, n, H, …) or of their statistics (B, H, n), or None."""
+        if x is None or (rows := self.chosen_rows) is None:
+            return x
+        return x[rows.queries if x.dim() == 4 else rows.stats]
+
+    def chosen_keys(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
+        return (k, v) if self.chosen_rows is None else (k[self.chosen_rows.keys], v[self.chosen_rows.keys])
 
 
 def _most_at_once(rows: Sequence[slice]) -> int:
@@ -387,20 +390,23 @@ def compile_ahead(
 ) -> None:
     """Plans a forward on q, k and v: its kernels, those of its backward, and those that copy, compile while the ranks connect."""
     q, k, v = tensors
-    if exchanges and has_kernels(k):
-        from dilated_attention.distributed.exchange import copies_triton
-
-        with on_device(k.device):
-            copies_triton.compile_ahead(steps[0], k, v, needs_grad=needs_grad)
     for layer in layers:
-        rows = q if layer.chosen_rows is None else q.new_empty((q.shape[0], layer.chosen_rows.count, *q.shape[2:]))
+        of_q, of_k, of_v, chosen = q, k, v, layer.chosen_rows
+        if chosen is not None:
+            of_q, of_k, of_v = (torch.empty((len(x), chosen.count, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in tensors)
+        if layer is layers[-1] and exchanges and has_kernels(k):
+            from dilated_attention.distributed.exchange import copies_triton
+
+            with on_device(k.device):
+                to = None if not needs_grad else k.dtype if chosen is None else layer.acc
+                copies_triton.compile_ahead(steps[0], of_k, of_v, to)
         for step, parts in zip(steps, layer.parts, strict=False):
-            own = (k, v) if layer.is_home else (step.of_heads(k), step.of_heads(v))
+            own = (k, v) if layer.is_home else (step.of_heads(of_k), step.of_heads(of_v))
             size = step.rows, step.num_kv_heads, k.shape[0], 2 * k.shape[3]
             memory = own if layer.is_home or step.is_own else views_of(torch.empty(size, dtype=k.dtype, device="meta"))
             for part, _, is_own in parts:
                 if isinstance(part, QueryPart):
-                    (of_heads,), keys = narrow(slice(*part.heads), 2, rows), own if is_own else memory
+                    (of_heads,), keys = narrow(slice(*part.heads), 2, of_q), own if is_own else memory
                     part.plan_forward(of_heads, *keys, Masks(padding))
 
 
@@ -411,7 +417,8 @@ def compile_ahead(
 def forward(layers: Sequence[Layer], steps: Sequence[Step], masks: Masks, tensors: Tensors, wire: Wire | None) -> Pair:
     """Returns (out, lse) of all steps; what needs the rank's own keys alone is computed while the first keys are in flight."""
     q, k, v = tensors
-    arrivals = deque(Arrival(step, k, v, wire, "forward") for step in steps[:AHEAD])
+    keys = layers[-1].chosen_keys(k, v)
+    arrivals = deque(Arrival(step, *keys, wire, "forward") for step in steps[:AHEAD])
     work = [Computation(layer, masks, q) for layer in layers]
     for one in work:
         if one.layer.is_home:
@@ -422,14 +429,14 @@ def forward(layers: Sequence[Layer], steps: Sequence[Step], masks: Masks, tensor
                 one.forward(index, arrivals[0])
         arrivals.popleft().wait()
         if index + AHEAD < len(steps):
-            arrivals.append(Arrival(steps[index + AHEAD], k, v, wire, "forward"))
+            arrivals.append(Arrival(steps[index + AHEAD], *keys, wire, "forward"))
     out, lse = work[0].out, work[0].lse
     for one in work[1:]:
         layer = one.layer
         seen, seen_lse = layer.chosen(out), layer.chosen(lse)
         merge_onto(seen, seen_lse.transpose(1, 2), one.out, one.lse.transpose(1, 2))
         if layer.chosen_rows is not None:
-            out[layer.chosen_rows.index(out)], lse[layer.chosen_rows.index(lse)] = seen, seen_lse
+            out[layer.chosen_rows.queries], lse[layer.chosen_rows.stats] = seen, seen_lse
     return out, lse
 
 
@@ -438,12 +445,15 @@ def backward(
 ) -> Tensors:
     """Returns dq, dk and dv of this rank's rows, the last two in the keys' dtype. ``rest``: see ``Computation``."""
     q, k, v = tensors
-    arrivals = deque(Arrival(step, k, v, wire, "backward") for step in steps[:AHEAD])
-    work, to = [Computation(layer, masks, q, rest) for layer in layers], None
+    keys, chosen, acc = layers[-1].chosen_keys(k, v), layers[-1].chosen_rows, layers[-1].acc
+    arrivals = deque(Arrival(step, *keys, wire, "backward") for step in steps[:AHEAD])
+    work = [Computation(layer, masks, q, rest) for layer in layers]
+    home: Pair | None = None
     for one in work:
         if one.layer.is_home:
             # a rank without rows has no parts
-            to = one.backward(0, AtHand(k, v)) or (torch.zeros_like(k), torch.zeros_like(v))
+            home = one.backward(0, AtHand(k, v)) or (torch.zeros_like(k), torch.zeros_like(v))
+    to: Pair | None = None
     last: Returning | None = None
     for index, step in enumerate(steps):
         grads: Pair | None = None
@@ -456,25 +466,31 @@ def backward(
         arrivals.popleft().wait()
         if grads is not None and len(steps) == 1 and step.is_own and not len(step.send.numbers):
             # no other rank has a share of these gradients
-            to = grads[0].to(k.dtype), grads[1].to(v.dtype)
+            to = grads
             break
-        to = to or (torch.empty_like(k, memory_format=torch.contiguous_format), torch.empty_like(v, memory_format=torch.contiguous_format))
-        back = Returning(step, grads, k, wire)
+        # what is added to other shares is not rounded before
+        like: dict[str, Any] = {"dtype": k.dtype if chosen is None else acc, "memory_format": torch.contiguous_format}
+        to = to or (torch.empty_like(keys[0], **like), torch.empty_like(keys[1], **like))
+        back = Returning(step, grads, keys[0], wire)
         # add what came back during this step before memory for the next step is allocated
         if last is not None:
             last.add_to(*to)
         last = back
         if index + AHEAD < len(steps):
-            arrivals.append(Arrival(steps[index + AHEAD], k, v, wire, "backward"))
+            arrivals.append(Arrival(steps[index + AHEAD], *keys, wire, "backward"))
     assert to is not None
     if last is not None:
         last.add_to(*to)
     dq = work[0].out
     for one in work[1:]:
-        rows = one.layer.chosen_rows
         total = added(one.layer.chosen(dq), one.out)
-        if rows is None:
+        if chosen is None:
             dq = total
         else:
-            dq[rows.index(dq)] = total
-    return dq, *to
+            dq[chosen.queries] = total
+    if chosen is not None:
+        assert home is not None
+        for x, more in zip(home, to, strict=True):
+            x[chosen.keys] = (x[chosen.keys].to(acc) + more).to(x.dtype)
+        to = home
+    return dq, to[0].to(k.dtype), to[1].to(v.dtype)

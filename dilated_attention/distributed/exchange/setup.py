@@ -351,8 +351,7 @@ def make_setup(
         pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
         problem = RingProblem(pattern, is_causal=settings.is_causal, window=settings.window_sides, **common)
     # which keys a rank needs, on which it computes, and how many heads a step brings
-    layers, query_rows = list[Layer](), None
-    sparse: tuple[int, tuple[int, ...]] | None = None
+    layers, sparse_rows = list[Layer](), None
     device_bytes, row_bytes = device_memory(device), 2 * B * D * k.element_size()
     # heads that run different branches are not divided
     may_divide = len(ranks) > 1 and (pattern is None or pattern.branch_heads == "all")
@@ -379,7 +378,7 @@ def make_setup(
             at_home = replace(problem, pattern=crossing.home, window=None)
             home = parts_of(at_home, settings, (0, last - first), own_index, None, first)
             layers, problem = [Layer((home,), q_like, is_home=True)], crossing.problem
-            query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q_like.shape[1], device), (crossing.step, crossing.kv_offsets)
+            sparse_rows = SparseRows(crossing.step, (crossing.offsets, crossing.kv_offsets), q_like.shape[1], device)
             q_like = q_like[:, :: crossing.step]
         needed_of, span = functools.cache(functools.partial(needed_keys, problem)), key_span(problem, own_index)
         if may_divide and is_dense:
@@ -404,9 +403,7 @@ def make_setup(
             listed_parts.append(tuple([replace(part, heads=query_heads) for part in listed_parts[0]]))
             continue
         steps.append(
-            make_step(
-                shards if problem is None else problem.shards, own_index, needed, step_heads, (span.start, span.end), what, device, sparse
-            )
+            make_step(shards if problem is None else problem.shards, own_index, needed, step_heads, (span.start, span.end), what, device)
         )
         branch_parts.append(() if problem is None else parts_of(problem, settings, query_heads, own_index, span, first))
         listed_parts.append(block_parts(documents_held, query_heads, device))
@@ -414,7 +411,7 @@ def make_setup(
         for part in listed_parts[-1]:
             check_backends(part, steps[-1], tensors[0], tensors[1], padding is not None)
     if problem is not None:
-        layers.append(Layer(branch_parts, q_like, steps, query_rows))
+        layers.append(Layer(branch_parts, q_like, steps, sparse_rows))
     if blocks is not None:
         layers.append(Layer(listed_parts, q_like, steps))
     lists = {id(part.lists): part.lists.nbytes for parts in listed_parts for part in parts}

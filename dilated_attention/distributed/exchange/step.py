@@ -48,7 +48,6 @@ class Step:
         place: lines of the memory that come from each peer.
         sources: for each line of the memory which of the own lines, those that come, and a line of zeros it is.
         own_places: the line of the memory of each own line.
-        own_lines: the line of the rank's tensors of each own line, where these are only some rows; None for all of them.
         made: launches of kernels by what they depend on, and what else is made once for these rows, also of other heads.
     """
 
@@ -61,7 +60,6 @@ class Step:
     place: RowIndex
     sources: torch.Tensor
     own_places: torch.Tensor
-    own_lines: torch.Tensor | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -71,7 +69,7 @@ class Step:
     @property
     def is_own(self) -> bool:
         """Whether the memory would be the rank's own rows and nothing else, so that they are read where they are."""
-        return self.own_lines is None and not len(self.place.numbers) and self.own == (((0, 0, self.rows),) if self.rows else ())
+        return not len(self.place.numbers) and self.own == (((0, 0, self.rows),) if self.rows else ())
 
     @property
     def returned(self) -> torch.Tensor:
@@ -95,8 +93,7 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        lines = self.own_lines if self.own_lines is not None else self.own_places[:0]
-        return sum(x.nbytes for x in (self.send.numbers, self.place.numbers, self.sources, self.own_places, lines))
+        return sum(x.nbytes for x in (self.send.numbers, self.place.numbers, self.sources, self.own_places))
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the step's heads of x (B, n, Hk, D)."""
@@ -111,26 +108,18 @@ def make_step(
     span: Range,
     what: str,
     device: torch.device,
-    sparse: tuple[int, tuple[int, ...]] | None = None,
 ) -> Step:
     """Plans a step whose memory rows are the positions of ``span``.
 
     Args:
         needed: what a rank needs for the step's heads.
-        sparse: (g, offsets) where the rank's own row i of each of all key/value heads is row g · i + offset of its tensors.
     """
-    shard, wanted, num_heads = shards[rank], needed(rank), kv_heads[1] - kv_heads[0]
-    offsets = None if sparse is None else sparse[1][slice(*kv_heads)]
-    # rows of heads at different offsets are lines of their own
-    alike = wanted.heads == 1 and (offsets is None or len(set(offsets)) == 1)
-    each, rows = 1 if alike else num_heads, span[1] - span[0]
+    shard, wanted = shards[rank], needed(rank)
+    # where heads need different rows, each row of a head is a line of its own
+    each, rows = wanted.heads, span[1] - span[0]
 
     def moved(lines: range | np.ndarray, by: int) -> range | np.ndarray:
-        if each == wanted.heads:
-            return range(lines.start + by * each, lines.stop + by * each) if isinstance(lines, range) else lines + by * each
-        if isinstance(lines, range):
-            return range((lines.start + by) * each, (lines.stop + by) * each)
-        return ((lines + by)[:, None] * each + np.arange(each)).ravel()
+        return range(lines.start + by * each, lines.stop + by * each) if isinstance(lines, range) else lines + by * each
 
     stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
     own = tuple((row, start - span[0], end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
@@ -147,25 +136,18 @@ def make_step(
     numbers = torch.arange(lines + len(arrives.numbers), device=device)
     sources = torch.full((rows * each,), lines + len(arrives.numbers), device=device)
     sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives.numbers, numbers[lines:])
-    own_lines: torch.Tensor | None = None
-    if sparse is not None and offsets is not None:
-        # a line of all heads has one offset
-        places = (np.arange(stacked[-1])[:, None] * sparse[0] + np.array(offsets[:each])) * each + np.arange(each)
-        own_lines, own = on_device([places.ravel()], device), ()
-    return Step(what, kv_heads, num_heads // each, rows, own, sent, arrives, sources, own_places, own_lines)
+    return Step(what, kv_heads, (kv_heads[1] - kv_heads[0]) // each, rows, own, sent, arrives, sources, own_places)
 
 
-def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step, *, are_own: bool = True) -> None:
+def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step) -> None:
     """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
-    those of ``of``, of those that came after them, and of a line of zeros. ``are_own``: ``own_lines`` numbers the lines of ``of``."""
+    those of ``of``, of those that came after them, and of a line of zeros."""
     if has_kernels(to):
         from dilated_attention.distributed.exchange import copies_triton
 
-        copies_triton.gather(to, of, came, lines, step, are_own=are_own)
+        copies_triton.gather(to, of, came, lines, step)
         return
     every = _lines(of, step.width, to.dtype)
-    if are_own and step.own_lines is not None:
-        every = every[step.own_lines]
     if came is not None:
         every = torch.cat([every, came, came.new_zeros((1, came.shape[1]))])
     torch.index_select(every, 0, lines, out=to.view(-1, every.shape[1]))
@@ -173,7 +155,7 @@ def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.T
 
 def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
     """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
-    that came, by peer. Where own keys are only some rows, the sums are added to what dk and dv hold."""
+    that came, by peer."""
     if has_kernels(came):
         from dilated_attention.distributed.exchange import copies_triton
 
@@ -185,8 +167,6 @@ def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
     # each names a line once, so peer by peer the order of the sums is always the same
     for numbers, share in zip(step.send.numbers.split(peers), came.split(peers), strict=True):
         sums.index_add_(0, numbers, share.to(dtype))
-    if step.own_lines is not None:
-        sums = _lines(to, step.width, dtype).index_add_(0, step.own_lines, sums)
     B, n, heads, D = to[0].shape
     for x, some in zip(to, sums.view(n, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
         x.copy_(some)
