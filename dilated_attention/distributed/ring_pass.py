@@ -13,17 +13,17 @@ import torch
 
 from dilated_attention.backends.base import new_lse
 from dilated_attention.backends.hardware import keep_for_graph
-from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_call, ring_call
+from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_call, op_name, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.run import Masks, Tensors
+from dilated_attention.distributed.exchange.run import Tensors
 from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, check_branches, make_setup
 from dilated_attention.distributed.exchange.step import Pair
-from dilated_attention.distributed.sharding.layout import spans
-from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
-from dilated_attention.engine.branches.launches import without_padding
+from dilated_attention.distributed.sharding.layout import ShardSpec, spans
+from dilated_attention.distributed.sharding.reshard import reshard
+from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, new_like
@@ -39,9 +39,7 @@ class ResolvedRing(ResolvedCall):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        if not self.settings.blocks:
-            return "ring_attention"
-        return "ring_block_sparse_attention" if self.settings.branches is None else "ring_block_sparse_dilated_attention"
+        return op_name(self.settings)
 
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         ring = ring_call(self.settings)

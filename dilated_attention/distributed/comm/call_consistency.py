@@ -61,6 +61,12 @@ class RingCall(NamedTuple):
     seq_len: int
 
 
+def op_name(settings: CallSettings) -> str:
+    if not settings.blocks:
+        return "ring_attention"
+    return "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
+
+
 def ring_call(settings: CallSettings) -> RingCall:
     """Returns the distributed part of a record."""
     ring = RingCall._make((*settings.sharding, settings.seq_len))
@@ -136,11 +142,9 @@ def agreed_call(
 
 def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, str]:
     """Returns what must be equal on all ranks, by the names that messages have."""
-    function = "ring_attention"
-    if settings.blocks:
-        function = "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
+    function = op_name(settings)
     # dense attention is one segment of that length
-    elif settings.pattern.segment_lengths[0] < MAX_LENGTH:
+    if not settings.blocks and settings.pattern.segment_lengths[0] < MAX_LENGTH:
         function = "ring_dilated_attention"
     same: dict[str, object] = {
         "function": function,

@@ -28,13 +28,13 @@ from dilated_attention.distributed.exchange.plan import (
     union,
     wanted_keys,
 )
-from dilated_attention.distributed.exchange.run import Masks, Part, Tensors, masks_at, narrow
+from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at, narrow
 from dilated_attention.distributed.exchange.step import Pair, Step, on_device
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, building_device, select_rows
-from dilated_attention.engine.branches.launches import Into
+from dilated_attention.engine.branches.launches import Into, Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.settings import CallSettings

@@ -27,8 +27,7 @@ from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.comm.p2p import Exchange, Wire
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.distributed.exchange.step import Pair, Step, add, gather
-from dilated_attention.engine.branches.launches import Into
-from dilated_attention.engine.branches.launches import Masks as Masks
+from dilated_attention.engine.branches.launches import Into, Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings

@@ -29,8 +29,7 @@ from dilated_attention.distributed.exchange.blocks import (
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, heads_alike, key_span, needed_keys
 from dilated_attention.distributed.exchange.run import Layer, Part, SparseRows, Tensors, parts_of
 from dilated_attention.distributed.exchange.step import Step, make_step
-from dilated_attention.distributed.sharding.layout import Layout, joined, layout_name, spans
-from dilated_attention.distributed.sharding.reshard import ShardSpec
+from dilated_attention.distributed.sharding.layout import Layout, ShardSpec, joined, layout_name, spans
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
@@ -406,7 +405,7 @@ def make_setup(
             make_step(shards if problem is None else problem.shards, own_index, needed, step_heads, (span.start, span.end), what, device)
         )
         branch_parts.append(() if problem is None else parts_of(problem, settings, query_heads, own_index, span, first))
-        listed_parts.append(block_parts(documents_held, query_heads, device))
+        listed_parts.append(() if blocks is None else block_parts(documents_held, query_heads, device))
         exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
         for part in listed_parts[-1]:
             check_backends(part, steps[-1], tensors[0], tensors[1], padding is not None)

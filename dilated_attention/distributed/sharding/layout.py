@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed.comm.group import Members, members_of
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 from dilated_attention.validation import not_a_tensor
 
 Span = tuple[int, int, int]
 _PREFIX = "runs:"
 LAYOUTS = ("contiguous", "zigzag", "striped")
-Runs = tuple[tuple[int, int], ...]
+Runs = tuple[Range, ...]
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,18 @@ def _shown(runs: Runs) -> str:
     return str(runs) if len(runs) <= 6 else f"{runs[:6]} …"
 
 
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """Rows at the positions of ``spans``, one after the other, and their heads [first, last)."""
+
+    spans: tuple[Span, ...]
+    heads: Range
+
+    @property
+    def rows(self) -> int:
+        return sum(len(range(*span)) for span in self.spans)
+
+
 def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Span, ...]:
     """Returns (start, stop, step) of the positions of one rank, in the order in which it holds them."""
     layout = layout_name(layout)
@@ -138,9 +151,9 @@ def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Spa
     return ((*_run(seq_len, 2 * size, rank), 1), (*_run(seq_len, 2 * size, 2 * size - 1 - rank), 1))
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def joined(ranges: Iterable[Range]) -> Runs:
     """Returns ascending ranges [start, stop) with those that meet as one and without empty ones."""
-    found: list[tuple[int, int]] = []
+    found: list[Range] = []
     for start, stop in ranges:
         if start >= stop:
             continue
@@ -151,7 +164,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _run(seq_len: int, runs: int, index: int) -> tuple[int, int]:
+def _run(seq_len: int, runs: int, index: int) -> Range:
     length, longer = divmod(seq_len, runs)
     start = index * length + min(index, longer)
     return start, start + length + (index < longer)
@@ -204,9 +217,13 @@ def shard_sequence(
     dims = _check(buffers, seq_dims)
     parts = []
     for x, dim in zip(buffers, dims, strict=True):
-        pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in spans(x.shape[dim], members.rank, members.size, layout)]
-        parts.append(torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format))
+        parts.append(_cut(x, dim, spans(x.shape[dim], members.rank, members.size, layout)))
     return parts
+
+
+def _cut(x: torch.Tensor, dim: int, held: Sequence[Span]) -> torch.Tensor:
+    pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in held]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def unshard_sequence(
@@ -300,8 +317,7 @@ class _SumOwn(_Linear):
         # not in place, because autograd may pass the tensor to others
         total = whole.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=members.group)
-        pieces = [total[(slice(None),) * dim + (slice(*span),)] for span in spans(seq_len, members.rank, members.size, layout)]
-        return torch.cat(pieces, dim)
+        return _cut(total, dim, spans(seq_len, members.rank, members.size, layout))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
