@@ -161,7 +161,7 @@ def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
     return Spread(case=case, layout=layout, head_steps=head_steps, seq_len_given=draw(st.booleans()))
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(st.sampled_from((1, 2, 3, 4)), st.booleans().flatmap(some_spreads))
 def test_anything_with_anything(world: int, spread: Spread) -> None:
     check(pool_of(world), [spread])

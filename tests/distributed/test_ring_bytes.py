@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import random
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.exchange.setup import even_steps
+from dilated_attention.distributed.exchange import setup
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
 from dilated_attention.planning.ring import Bytes
 from dilated_attention.testing import inputs
 from tests.distributed import test_ring_blocks as blocks
 from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes, heads_bytes
 from tests.helpers.pool import pool_of
-from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, local_inputs, positions, random_layout, ring_call
-from tests.helpers.ring_chosen import spread_of
+from tests.helpers.ring_cases import (
+    WHOLE,
+    Spread,
+    byte_limits_of_one,
+    draw,
+    local_inputs,
+    positions,
+    random_layout,
+    ring_call,
+    with_changes,
+)
 from tests.helpers.traffic import traffic
 
 D = 8
@@ -47,112 +55,50 @@ def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype) -
     return found
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A call, and the name and arguments of its formula."""
-
-    spread: Spread
-    formula: str
-    arguments: tuple[Any, ...] = ()
+def by_heads(spread: Spread, world: int) -> bool:
+    case, pattern = spread.case, spread.case.pattern
+    is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= case.num_keys
+    sizes = world, case.heads, case.kv_heads
+    return setup.exchange_of(spread.exchange, spread.layout, *sizes, is_dense=is_dense, is_causal=case.is_causal) == "all_to_all"
 
 
-def dense(world: int) -> list[Expected]:
-    return [
-        Expected(spread_of(WHOLE, n, layout=layout, exchange=exchange, is_causal=is_causal, window=window, steps=steps), "dense")
-        for n in (16 * world + 3, world - 1)
-        for layout in ("contiguous", "zigzag")
-        for is_causal in (False, True)
-        for exchange, window, steps in (
-            ("all_gather", None, False),
-            ("all_gather", None, True),
-            ("all_gather", (5, 2), False),
-            ("all_gather", (0, None), False),
-            ("all_gather", (30, 30), True),
-        )
-    ]
+def calls_of(world: int, count: int) -> list[Spread]:
+    """Random calls with nothing but keys to exchange, by heads, or with offsets h mod r on rows that stay where they are."""
+    found: list[Spread] = []
+    for seed in range(20_000, 20_000 + 10 * count):
+        spread = draw(world, seed)
+        case, pattern = spread.case, spread.case.pattern
+        if seed % 3 == 0:
+            spread = with_changes(spread, layout=random_layout(case.num_keys, world, seed).name)
+        cyclic = (pattern.head_offsets, pattern.branch_heads, pattern.tail) == ("cyclic", "all", "mask") or pattern == WHOLE
+        if (case.padding, case.bias, case.mixture_grad) == ("none", "none", "exact"):
+            found += [spread] * (by_heads(spread, world) or (cyclic and spread.layout != "striped"))
+    return found[:count]
 
 
-def dilated(world: int) -> list[Expected]:
-    whole = 24 * world
-    found = []
-    # heads of a key/value head: fewer than offsets, as many, more
-    for heads, kv_heads in ((4, 4), (4, 2), (8, 2), (8, 1)):
-        for lengths, rates in (
-            ((12, 24), (1, 4)),
-            ((24, 48, whole), (1, 2, 4)),
-            ((whole,), (4,)),
-            ((8, whole), (2, 2)),
-            ((whole, whole), (1, 4)),
-            # aligned with no rank, and rows that two branches take
-            ((whole - 5, 17), (3, 1)),
-            ((whole - 7, 31), (4, 2)),
-        ):
-            pattern = DilatedPattern(lengths, rates)
-            found += [
-                Expected(
-                    spread_of(pattern, whole, heads=heads, kv_heads=kv_heads, is_causal=c, exchange="all_gather"),
-                    "dilated",
-                    (lengths, rates),
-                )
-                for c in (False, True)
-            ]
-    return found
-
-
-def by_heads(world: int) -> list[Expected]:
-    return [
-        Expected(spread_of(pattern, n, heads=heads, kv_heads=kv_heads, layout=layout, exchange="all_to_all", lse_grad=lse_grad), "heads")
-        for pattern in (WHOLE, DilatedPattern((8, 32), (1, 4)))
-        for n in (8 * world, 29)
-        for heads, kv_heads in ((2 * world, 2 * world), (world, 1))
-        for layout in ("contiguous", "zigzag", "striped")
-        # without a gradient of lse, too, zeros travel: another rank may have one
-        for lse_grad in (False, True)
-    ]
-
-
-DOCUMENTS = (0, 7, 8, 50, 96)
-
-
-def of_layouts(world: int) -> list[Expected]:
-    """Runs that begin and end anywhere, with and without packed documents."""
-    found = []
-    for seed, bounds in enumerate((None, DOCUMENTS) * 2):
-        options: dict[str, Any] = {"layout": random_layout(96, world, seed).name}
-        options |= {} if bounds is None else {"bounds": bounds, "batch": 1}
-        for is_causal in (False, True):
-            for window in (None, (5, 2)):
-                found.append(Expected(spread_of(WHOLE, 96, exchange="all_gather", is_causal=is_causal, window=window, **options), "dense"))
-            for lengths, rates in (((12, 24), (1, 4)), ((24, 48, 96), (1, 2, 4)), ((91, 17), (3, 1))):
-                spread = spread_of(DilatedPattern(lengths, rates), 96, is_causal=is_causal, exchange="all_gather", **options)
-                found.append(Expected(spread, "dilated", (lengths, rates)))
-    return found
-
-
-def formula(one: Expected, world: int, rank: int, dtype: torch.dtype) -> Bytes:
-    case = one.spread.case
+def formula(spread: Spread, world: int, rank: int, dtype: torch.dtype) -> Bytes:
+    case = spread.case
     sizes = CommSizes(case.heads, case.kv_heads, D, case.batch, dtype.itemsize, max(4, dtype.itemsize))
+    if by_heads(spread, world):
+        held = len(positions(case.num_keys, rank, world, spread.layout))
+        # without a gradient of lse, too, zeros travel: another rank may have one
+        return heads_bytes(case.num_keys, world, held, sizes, lse_grad=True)
     documents = None if case.bounds is None else list(itertools.pairwise(case.bounds))
-    if one.formula == "dense":
-        options: dict[str, Any] = {"is_causal": case.is_causal, "window": case.window, "documents": documents}
-        return dense_bytes(case.num_keys, world, rank, one.spread.layout, sizes, **options)
-    if one.formula == "dilated":
-        options = {"is_causal": case.is_causal, "layout": one.spread.layout, "documents": documents}
-        return dilated_bytes(case.num_keys, world, rank, *one.arguments, sizes, **options)
-    held = len(positions(case.num_keys, rank, world, one.spread.layout))
-    return heads_bytes(case.num_keys, world, held, sizes, lse_grad=True)
+    options: dict[str, Any] = {"is_causal": case.is_causal, "documents": documents, "layout": spread.layout, "sizes": sizes}
+    if case.pattern == WHOLE:
+        return dense_bytes(case.num_keys, world, rank, window=case.window, **options)
+    return dilated_bytes(case.num_keys, world, rank, case.pattern.segment_lengths, case.pattern.dilation_rates, **options)
 
 
-@pytest.mark.parametrize("make", [dense, dilated, by_heads, of_layouts])
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64)])
-def test_what_is_exchanged_is_what_the_formulas_say(make: Any, world: int, dtype: torch.dtype) -> None:
-    calls = make(world)
-    assert len(calls) >= 20
-    # each call is made by two processes or by four
-    calls = random.Random(0).sample(calls, len(calls))[world == 4 :: 2]
-    for rank, found in enumerate(pool_of(world).run(measured, [one.spread for one in calls], dtype)):
-        for one, (count, _) in zip(calls, found, strict=True):
-            assert count == formula(one, world, rank, dtype), (rank, one)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float64)])
+def test_what_is_exchanged_is_what_the_formulas_say(world: int, dtype: torch.dtype) -> None:
+    calls = calls_of(world, 150)
+    # as many by heads as a tenth, dense, dilated, of documents, in many steps
+    ways = [by_heads(x, world) for x in calls], [x.case.pattern == WHOLE for x in calls], [x.case.bounds is not None for x in calls]
+    assert all(15 <= sum(way) <= 135 for way in (*ways, [x.steps for x in calls]))
+    for rank, found in enumerate(pool_of(world).run(measured, calls, dtype)):
+        for spread, (count, _) in zip(calls, found, strict=True):
+            assert count == formula(spread, world, rank, dtype), (rank, spread)
 
 
 # --- blocks, alone and beside branches --------------------------------------------------------------------------------------------
@@ -188,7 +134,7 @@ def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
         beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
         options: dict[str, Any] = {
             "is_causal": case.is_causal,
-            "head_steps": even_steps(case.kv_heads, spread.head_steps or 1),
+            "head_steps": setup.even_steps(case.kv_heads, spread.head_steps or 1),
             "branches": beside,
         }
         for rank in range(world):

@@ -129,13 +129,6 @@ def ddp(mesh: Any) -> None:
 
 
 @on_processes
-def gradients_averaged_by_hand(mesh: Any) -> None:
-    model = parallel_step(mesh, "striped", lambda model: model, None)
-    average_gradients(model)
-    check_gradients(model, expected_step(mesh["dp"].size())[1])
-
-
-@on_processes
 def mean_of_all_rows_targets(mesh: Any) -> None:
     """The loss over WORLD weighs every target alike, where rows count unequally too."""
     rank, world = dist.get_rank(), dist.get_world_size()
