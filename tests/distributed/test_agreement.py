@@ -249,7 +249,7 @@ def test_a_forward_for_a_backward(own_pools: dict[int, Pool]) -> None:
 
 
 def without_exchange(rank: int, world: int) -> str:
-    """Nothing travels in either call, so nobody waits: the watchdog finds it all the same."""
+    """Nothing travels in either call, so nobody waits: the watching thread finds it all the same."""
     forms: list[dict[str, Any]] = [{"function": "dilated", "w": [16], "r": [1]}, {"function": "dilated", "w": [32], "r": [1]}]
     group = dist.new_group()
     for form in forms:

@@ -90,12 +90,12 @@ def formula(spread: Spread, world: int, rank: int, dtype: torch.dtype) -> Bytes:
     return dilated_bytes(case.num_keys, world, rank, case.pattern.segment_lengths, case.pattern.dilation_rates, **options)
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float64)])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64)])
 def test_what_is_exchanged_is_what_the_formulas_say(world: int, dtype: torch.dtype) -> None:
-    calls = calls_of(world, 150)
-    # as many by heads as a tenth, dense, dilated, of documents, in many steps
-    ways = [by_heads(x, world) for x in calls], [x.case.pattern == WHOLE for x in calls], [x.case.bounds is not None for x in calls]
-    assert all(15 <= sum(way) <= 135 for way in (*ways, [x.steps for x in calls]))
+    calls = calls_of(world, 120)
+    kinds = [[by_heads(x, world), x.case.pattern == WHOLE, x.case.bounds is not None, x.steps] for x in calls]
+    # by heads or not, dense or dilated, with documents, in many steps
+    assert all(15 <= sum(kind) <= 105 for kind in zip(*kinds, strict=True))
     for rank, found in enumerate(pool_of(world).run(measured, calls, dtype)):
         for spread, (count, _) in zip(calls, found, strict=True):
             assert count == formula(spread, world, rank, dtype), (rank, spread)

@@ -1,5 +1,5 @@
 """Sends rows from rank to rank without waiting, and raises an error that names the exchange and the peer if they do not arrive. On NCCL an
-exchange is one launch, watched by a thread (watchdog.py); on gloo it is one message per peer, and waiting blocks."""
+exchange is one launch, watched by a thread (session.py); on gloo it is one message per peer, and waiting blocks."""
 
 from __future__ import annotations
 
