@@ -1,11 +1,10 @@
 """Sequence parallelism: which process holds which positions, and how sequences are sharded and put together again."""
 
 from dilated_attention.distributed.comm.group import Members, members_of
-from dilated_attention.distributed.errors import RingError
+from dilated_attention.distributed.comm.session import RingError
 from dilated_attention.distributed.exchange.setup import explain_exchange
 from dilated_attention.distributed.load_balance import balanced_layout
-from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.distributed.sharding.layout import LAYOUTS, local_positions, shard_sequence, spans, unshard_sequence
+from dilated_attention.distributed.sharding.layout import LAYOUTS, Layout, local_positions, shard_sequence, spans, unshard_sequence
 
 __all__ = [
     "LAYOUTS",

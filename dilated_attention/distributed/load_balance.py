@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.distributed.sharding.layout import joined
+from dilated_attention.distributed.sharding.layout import Layout, joined
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import document_ranges

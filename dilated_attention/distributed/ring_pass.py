@@ -7,35 +7,29 @@ time in the recomputation."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import new_lse
 from dilated_attention.backends.hardware import keep_for_graph
-from dilated_attention.distributed.comm.call_consistency import Agreed, RingCall, agree_on_kernels, agreed_call, ring_call
+from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_call, op_name, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
-from dilated_attention.distributed.comm.session import sessions
-from dilated_attention.distributed.comm.watchdog import session_of
+from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.computation import Masks, Tensors, Work, plan_ahead
+from dilated_attention.distributed.exchange.run import Tensors
 from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, check_branches, make_setup
 from dilated_attention.distributed.exchange.step import Pair
-from dilated_attention.distributed.sharding.layout import spans
-from dilated_attention.distributed.sharding.reshard import ShardSpec, reshard
-from dilated_attention.engine.branches.launches import without_padding
+from dilated_attention.distributed.sharding.layout import ShardSpec, spans
+from dilated_attention.distributed.sharding.reshard import reshard
+from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, new_like
 from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
-
-# sets of documents, or None, for which a record remembers what the ranks agreed on; at this many, all of it is forgotten
-MOST_BOUNDS = 8
 
 
 class ResolvedRing(ResolvedCall):
@@ -45,84 +39,38 @@ class ResolvedRing(ResolvedCall):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        if not self.settings.blocks:
-            return "ring_attention"
-        return "ring_block_sparse_attention" if self.settings.branches is None else "ring_block_sparse_dilated_attention"
-
-    @cached_property
-    def ring(self) -> RingCall:
-        return ring_call(self.settings)
-
-    @cached_property
-    def agreed(self) -> dict[Any, Agreed]:
-        """What the ranks agreed on in calls of this record, by the bounds of their documents."""
-        return {}
+        return op_name(self.settings)
 
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        members, ring = members_named(self.ring.group_name), self.ring
-        bounds = None if inputs[4] is None else bounds_of(inputs[4])
-        session = None if members.group is None else sessions.get(members.group)
-        agreed, number = self.agreed.get(bounds), 0
-        # the group's dictionary is another one after its ranks have forgotten what they agreed on
-        if agreed is not None and agreed.among is (session.agreed if session is not None else members.group):
-            if session is not None:
-                if session.failed is not None:
-                    session.check()
-                number = session.enter_forward(agreed.number, agreed.arguments)
-        else:
-            agreed, number = self.agree(members, inputs, bounds)
-            if ring.seq_len >= 0:
-                # later calls skip this; not where the ranks have to ask each other for N
-                if len(self.agreed) >= MOST_BOUNDS:
-                    self.agreed.clear()
-                self.agreed[bounds] = agreed
-            ring = ring._replace(seq_len=agreed.seq_len)
+        ring = ring_call(self.settings)
+        members, bounds = members_named(ring.group_name), None if inputs[4] is None else bounds_of(inputs[4])
+
+        def check_kernels(seq_len: int) -> str:
+            """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
+            if self.settings.branches is not None:
+                check_branches(self.settings, inputs[:3], seq_len, has_padding=inputs[3] is not None)
+            return RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs).setup.digest if self.settings.blocks else ""
+
+        seq_len, number = agreed_call(members, inputs, self.settings, ring, bounds, self.alive, check_kernels)
         if inputs[0].shape[0]:
-            out, lse = RingPass(self, members, ring, bounds, inputs).forward()
+            out, lse = RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs).forward()
         else:
             out, lse = new_like(inputs[0]), new_lse(inputs[0])
-        return out, lse, torch.tensor((ring.seq_len, number), dtype=torch.int64)
+        return out, lse, torch.tensor((seq_len, number), dtype=torch.int64)
 
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
-        N, number = whole.tolist()
-        members = members_named(self.ring.group_name)
+        (N, number), ring = whole.tolist(), ring_call(self.settings)
+        members = members_named(ring.group_name)
         if members.group is not None:
-            session = sessions.get(members.group) or session_of(members, self.ring.timeout)
-            if session.failed is not None:
-                session.check()
+            session = session_of(members, ring.timeout)
+            session.check()
             # for comparison with the other ranks
             session.enter(f"the backward of call {number}")
         if not inputs[0].shape[0]:
             return tuple(new_like(x) for x in inputs[:3])
         bounds = None if inputs[4] is None else bounds_of(inputs[4])
-        return RingPass(self, members, self.ring._replace(seq_len=N), bounds, inputs, dout, out).backward(lse, dlse)
-
-    def agree(self, members: Members, inputs: tuple[Any, ...], bounds: tuple[int, ...] | None) -> tuple[Agreed, int]:
-        """Returns what the ranks agree on and the number of the call, counted from 1 on its group; 0 in one process. They make the same
-        call, all have kernels, and nothing has been sent by then; else BackendUnavailable (this rank has none) or ValueError."""
-        unavailable: list[BackendUnavailable] = []
-        agreed, number = agreed_call(members, inputs, self.settings, self.ring, bounds)
-
-        def kernels() -> dict[str, str]:
-            try:
-                digest = self.check_kernels(members, self.ring._replace(seq_len=agreed.seq_len), bounds, inputs)
-            except BackendUnavailable as error:
-                # raising here would leave the other ranks waiting
-                unavailable.append(error)
-                return {"kernels": f"unavailable: {str(error).splitlines()[0]}"}
-            return {"kernels": "available"} | ({"pattern (the blocks that its function keeps)": digest} if digest else {})
-
-        agree_on_kernels(members, agreed, kernels, self.ring)
-        if unavailable:
-            raise unavailable[0]
-        return agreed, number
-
-    def check_kernels(self, members: Members, ring: RingCall, bounds: tuple[int, ...] | None, inputs: tuple[Any, ...]) -> str:
-        """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
-        if self.settings.branches is not None:
-            check_branches(self.settings, inputs[:3], ring.seq_len, has_padding=inputs[3] is not None)
-        return RingPass(self, members, ring, bounds, inputs).setup.digest if self.settings.blocks else ""
+        return RingPass(self, members, ring._replace(seq_len=N), bounds, inputs, dout, out).backward(lse, dlse)
 
 
 class RingPass:
@@ -163,9 +111,8 @@ class RingPass:
                 queries, keys = (sides[self.members.rank] for sides in sharding.used)
                 holdings = zip(tensors, (queries, keys, keys), strict=True)
                 tensors = tuple([x.new_empty((len(x), of.rows, of.heads[1] - of.heads[0], x.shape[3])) for x, of in holdings])
-            if setup.exchanges:
-                run.compile_ahead(setup.steps[0], *tensors[1:], needs_grad=self.call.settings.needs_grad)
-            plan_ahead(setup.layers, setup.steps, tensors, self.padding)
+            needs_grad = self.call.settings.needs_grad
+            run.compile_ahead(setup.layers, setup.steps, tensors, self.padding, exchanges=setup.exchanges, needs_grad=needs_grad)
         return setup
 
     def _move(self, what: str) -> None:
@@ -206,10 +153,8 @@ class RingPass:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
         if not self.is_moved:
             self._move("forward")
-        (q, k, v), setup = self.tensors, self.setup
-        work = Work(setup.layers, self.masks, q)
-        run.forward(work, setup.steps, k, v, self._wire() if setup.exchanges else None)
-        out, lse = work.results()
+        setup = self.setup
+        out, lse = run.forward(setup.layers, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
         if setup.sharding is not None:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -220,7 +165,7 @@ class RingPass:
         dout, out = self.of_backward
         if not self.is_moved:
             self._move("backward")
-        (q, k, v), setup = self.tensors, self.setup
+        setup = self.setup
         if setup.sharding is not None:
             if dlse is None and self.ring.lse_grad:
                 # other ranks may have a gradient of lse, and all must send the same
@@ -229,15 +174,14 @@ class RingPass:
             more = (dout, out, *(x.transpose(1, 2) for x in rows))
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        work = Work(setup.layers, self.masks, q, (dout, out, lse, dlse))
-        dk, dv = run.backward(work, setup.steps, k, v, self._wire() if setup.exchanges else None)
-        dq = work.dq()
+        wire, rest = self._wire() if setup.exchanges else None, (dout, out, lse, dlse)
+        dq, dk, dv = run.backward(setup.layers, setup.steps, self.masks, self.tensors, rest, wire)
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
             shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size
             (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
             dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
-        return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+        return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
 
 
 def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:

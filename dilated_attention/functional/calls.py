@@ -15,7 +15,7 @@ from dilated_attention.distributed.ring_pass import (
     ring_block_sparse_attention_op,
     ring_block_sparse_dilated_attention_op,
 )
-from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.layout import Layout
 from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern
 from dilated_attention.functional.options import LocalBranchOptions, LocalOptions, RingBranchOptions, RingOptions, shows_options
 from dilated_attention.pattern import BlockPattern, from_block_mask

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import TypedDict, Unpack
 
-from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.layout import Layout
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.functional.fused_layers import is_lean

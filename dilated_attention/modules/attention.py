@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from dilated_attention import functional
 from dilated_attention import validation as check
-from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.layout import Layout
 from dilated_attention.functional.options import shows_options
 from dilated_attention.modules.core import LocalAttention, RingModule
 from dilated_attention.modules.options import (

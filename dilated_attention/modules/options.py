@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import TypedDict
 
-from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.layout import Layout
 from dilated_attention.functional.options import DEFAULTS as CALL_DEFAULTS
 from dilated_attention.functional.options import BranchOptions
 

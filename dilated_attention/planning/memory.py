@@ -8,7 +8,7 @@ from typing import Any
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
-from dilated_attention.distributed.exchange.computation import HOST_MS
+from dilated_attention.distributed.exchange.run import HOST_MS
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.blocks import MOST_BLOCKS, MOST_FOR_SIZE, BlockCounts, block_counts

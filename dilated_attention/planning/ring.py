@@ -10,7 +10,6 @@ import torch
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.call_consistency import device_memory
 from dilated_attention.distributed.exchange import blocks, setup
-from dilated_attention.distributed.exchange.crossing import crossing_of
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, key_span, needed_keys
 from dilated_attention.distributed.exchange.run import AHEAD
 from dilated_attention.distributed.sharding.layout import joined, spans
@@ -87,7 +86,7 @@ def _of_branches(problem: Problem, pattern: DilatedPattern, memory: int) -> Exch
     shards = tuple(sharding.ranges(rank) for rank in range(W))
     ring_problem = RingProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
     row = 2 * B * D * e
-    crossing = crossing_of(ring_problem, row * Hk)
+    crossing = setup.crossing_of(ring_problem, row * Hk)
     exchanged, home = (ring_problem, None) if crossing is None else (crossing.problem, crossing.home)
     seen = _units([needed_keys(exchanged, rank) for rank in range(W)], exchanged.shards, Hk)
     spanned = [key_span(exchanged, rank) for rank in range(W)]

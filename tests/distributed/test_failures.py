@@ -25,12 +25,10 @@ import torch.distributed as dist
 
 from dilated_attention import ring_attention
 from dilated_attention.distributed import members_of
-from dilated_attention.distributed.comm import watchdog
+from dilated_attention.distributed.comm import session
 from dilated_attention.distributed.comm.call_consistency import agree
 from dilated_attention.distributed.comm.p2p import Exchange, wire_of
-from dilated_attention.distributed.comm.session import COLLECT
-from dilated_attention.distributed.comm.watchdog import GRACE, POLL
-from dilated_attention.distributed.errors import RingError
+from dilated_attention.distributed.comm.session import COLLECT, GRACE, POLL, RingError
 from tests.helpers.machine import ON_CPU, on_gpus
 from tests.helpers.pool import fresh_processes, here, on_its_gpu
 
@@ -408,9 +406,9 @@ def test_a_stall_raises_in_some_thread_or_ends_the_process(
     if nobody:
         # nor is the main thread, which would be made to raise after a second
         monkeypatch.setattr(threading, "main_thread", threading.Thread)
-        monkeypatch.setattr(watchdog, "GRACE", 1.5)
+        monkeypatch.setattr(session, "GRACE", 1.5)
     wire = Stalled({"this thread": threading.get_ident(), "one that does nothing more": worker.ident or 0}.get(issued_by, 1))
-    thread = threading.Thread(target=watchdog.look, args=(wire,))
+    thread = threading.Thread(target=session.look, args=(wire,))
     thread.start()
     if nobody:
         thread.join()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
-from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks, with_sparsity
+from dilated_attention.pattern import BlockPattern, LocalWindow, RandomBlocks, with_sparsity
 from dilated_attention.testing import Case, call, inputs, max_error, results
 from dilated_attention.testing import plain_attention as plain
 from tests.distributed.test_ring import check as check_by_bounds
@@ -94,52 +94,16 @@ def of_every_pattern(world: int) -> list[Spread]:
     return spreads
 
 
-N_BIG = 330
-OPTIONS: dict[str, dict[str, Any]] = {
-    "batch": {"batch": 3},
-    "one head of keys": {"heads": 6, "kv_heads": 1},
-    "causal": {"is_causal": True},
-    "padding": {"batch": 2, "padding": "some"},
-    "causal padding": {"batch": 2, "padding": "some", "is_causal": True},
-    "dropout": {"batch": 2, "dropout_p": 0.3},
-    "scale": {"scale": 0.05},
-    "documents": {"bounds": (0, 70, 70, 71, 201, N_BIG)},
-    "causal documents of blocks": {"bounds": (0, 128, 256, N_BIG), "is_causal": True},
-    "documents and dropout": {"bounds": (0, 151, N_BIG), "dropout_p": 0.2},
-    "documents and padding": {"bounds": (0, 299, N_BIG), "padding": "some", "is_causal": True},
-    "sinks": {"sinks": True, "is_causal": True},
-    "softcap": {"softcap": 0.8},
-    "bias by position": {"bias": "alibi", "is_causal": True},
-    "bias by place and documents": {"bias": "plane", "bounds": (0, 70, 200, N_BIG)},
-}
-SHARED, OF_HEADS = LocalWindow(40, block_size=64) | RandomBlocks(0.1, block_size=64), BigBird(30, 3, 1, block_size=(64, 128))
+SIZES = (("blocks", (2, 3), (2, 3, 4)), ("union", (3,), (2,)))
 
 
-def of_every_option(world: int) -> list[Spread]:
-    spreads = []
-    for index, (name, options) in enumerate(OPTIONS.items()):
-        pattern = [SHARED, OF_HEADS][(index + world) % 2]
-        layout = ["contiguous", "zigzag", "balanced"][(index + world) % 3]
-        case = case_of(pattern, N_BIG, **options, seed=index)
-        spreads.append(Spread(case=case, layout=layout, head_steps=[None, 2][index % 2], seq_len_given=name != "scale"))
-    return spreads
-
-
-CHOSEN: dict[str, Callable[[int], list[Spread]]] = {"pattern": of_every_pattern, "option": of_every_option}
-
-
-SIZES = (("blocks", (1, 2, 3), (2, 3, 4)), ("union", (3, 5), (2,)))
-
-
-@pytest.mark.parametrize("what", CHOSEN)
 @pytest.mark.parametrize(
     ("kind", "pool"),
     [pytest.param(kind, *x.values, id=f"{kind}-{x.id}", marks=x.marks) for kind, sizes, gpus in SIZES for x in worlds(*sizes, gpus=gpus)],
 )
-def test_every_pattern_and_option(kind: str, pool: Pool, what: str) -> None:
-    spreads = of_kind(kind, CHOSEN[what](pool.world), BRANCHES[pool.world % 5 :] + BRANCHES[: pool.world % 5])
-    # a world of five is slow on two cores
-    check(pool, spreads[: share(len(spreads))] if pool.on_gpus else spreads[:: 1 + (pool.world == 5 and what == "pattern")])
+def test_every_pattern(kind: str, pool: Pool) -> None:
+    spreads = of_kind(kind, of_every_pattern(pool.world))
+    check(pool, spreads[: share(len(spreads))] if pool.on_gpus else spreads)
 
 
 def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
@@ -158,9 +122,16 @@ def test_a_segment_that_begins_within_a_block_is_counted_from_its_own_first_posi
 @pytest.mark.parametrize("world", [1, 3])
 def test_zero_keys_of_a_tail_are_those_of_one_process(world: int) -> None:
     """The definition by a mask has none."""
+    shared = LocalWindow(40, block_size=64) | RandomBlocks(0.1, block_size=64)
+    ways: list[dict[str, Any]] = [
+        {"batch": 3},
+        {"is_causal": True},
+        {"bounds": (0, 70, 70, 71, 201, 330)},
+        {"batch": 2, "padding": "some"},
+        {"scale": 0.05},
+    ]
     tails = [replace(branches, tail="zero_keys") for branches in BRANCHES]
-    spreads = [Spread(case=case_of(SHARED, N_BIG, **OPTIONS[name])) for name in ("batch", "causal", "documents", "padding", "scale")]
-    check(pool_of(world), of_kind("union", spreads, tails), call)
+    check(pool_of(world), of_kind("union", [Spread(case=case_of(shared, 330, **way)) for way in ways], tails), call)
 
 
 @st.composite
@@ -190,7 +161,7 @@ def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
     return Spread(case=case, layout=layout, head_steps=head_steps, seq_len_given=draw(st.booleans()))
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(st.sampled_from((1, 2, 3, 4)), st.booleans().flatmap(some_spreads))
 def test_anything_with_anything(world: int, spread: Spread) -> None:
     check(pool_of(world), [spread])

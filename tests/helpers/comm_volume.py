@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from dilated_attention.distributed.sharding.custom_layout import Layout
+from dilated_attention.distributed.sharding.layout import Layout
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.planning.ring import Bytes
 from tests.helpers.ring_cases import positions

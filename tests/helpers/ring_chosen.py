@@ -15,18 +15,6 @@ def spread_of(pattern: DilatedPattern = WHOLE, n: int = 48, **changes: Any) -> S
     return with_changes(Spread(case=case), **changes)
 
 
-def steps_of_heads(dropout_p: float) -> list[Spread]:
-    """A dense all_gather in as many steps as there are key/value heads, of which two at a time are in memory."""
-    changes = [
-        {"layout": layout, "is_causal": is_causal, "heads": heads, "kv_heads": kv_heads, "window": window}
-        for layout in LAYOUTS
-        for is_causal in (False, True)
-        for heads, kv_heads in ((5, 5), (6, 2))
-        for window in (None, (7, 3))
-    ]
-    return [spread_of(exchange="all_gather", steps=True, dropout_p=dropout_p, n=29, **change) for change in changes]
-
-
 def segments_and_ranks(world: int) -> list[Spread]:
     """Segments inside a rank, of two ranks, of all, longer than the sequence, and across bounds; rates that divide nothing."""
     n = 96
@@ -62,19 +50,6 @@ def biases() -> list[Spread]:
         {"pattern": branches, "bounds": (0, 9, 31, 40), "bias": "plane"},
     ]
     return [spread_of(n=40, head_dim=32, **{"heads": 2, "kv_heads": 1, "batch": 1, **way}) for way in ways]
-
-
-def ranks_without_rows(world: int) -> list[Spread]:
-    """N = 0, 1 and fewer positions than ranks; keys that are all padding; documents of no positions and of one rank alone."""
-    pattern = DilatedPattern((2, 3), (1, 2))
-    spreads = [
-        spread_of(which, n, exchange=exchange, layout=layout, padding=padding, seq_len_given=bool(n % 2))
-        for which in (pattern, WHOLE)
-        for n in (0, 1, 2, world - 1)
-        for exchange, layout in (("auto", "zigzag"), ("all_gather", "contiguous"), ("all_gather", "striped"))
-        for padding in ("none", "all")
-    ]
-    return [*spreads, *(spread_of(pattern, 9, bounds=(0, 0, 1, 1, 9), batch=1, layout=layout) for layout in LAYOUTS)]
 
 
 def of_each_kind() -> list[Spread]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.backends import registry
+from dilated_attention.backends import BackendUnavailable, registry
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import differences, missing
-from dilated_attention.distributed.comm.watchdog import session_of
-from dilated_attention.distributed.sharding.custom_layout import is_dealt, short_name
-from dilated_attention.distributed.sharding.layout import local_length
+from dilated_attention.distributed.comm.session import differences, session_of
+from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.pattern import MAX_LENGTH, pattern_from_spec
+from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
 
 
 def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float) -> list[Any]:
@@ -30,28 +27,25 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
         return [own]
     session = session_of(members, timeout)
     session.check()
-    number, store, arguments = session.handshakes, session.store, {key: str(value) for key, value in same.items()}
+    number, arguments = session.handshakes, {key: str(value) for key, value in same.items()}
     session.handshakes += 1
     session.enter("a handshake", number, arguments)
-    keys = session.keys(f"agree/{number}")
     with session.asking():
-        store.set(keys[session.rank], json.dumps([arguments, own]))
-        # the watching thread may find a failure meanwhile
-        while not (texts := session.until(lambda: session.failed or (store.check(keys) and store.multi_get(keys)), timeout)):
-            if absent := missing(store, keys):
-                what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
-                trouble = f" failed after {timeout:.1f} s: {session.names(absent)} posted nothing"
-                # the others give up in their own time; report what is known by now
-                session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
+        posts = session.posts(f"agree/{number}", [arguments, own], timeout)
+        if len(posts) < session.size:
+            absent = [rank for rank in range(session.size) if rank not in posts]
+            what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
+            trouble = f" failed after {timeout:.1f} s: {session.names(absent)} posted nothing"
+            # the others give up in their own time; report what is known by now
+            session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
         if session.failed is not None:
             raise session.error()
         if number > 0:
             # all ranks have posted this call, so all have read the previous one
-            store.delete_key(f"agree/{number - 1}/{session.rank}")
-    posts = [json.loads(text) for text in texts]
-    if found := differences(session, {rank: post[0] for rank, post in enumerate(posts)}):
+            session.store.delete_key(f"agree/{number - 1}/{session.rank}")
+    if found := differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
         raise ValueError(f"{found}; all ranks must make the same call")
-    return [post[1] for post in posts]
+    return [posts[rank][1] for rank in range(session.size)]
 
 
 class RingCall(NamedTuple):
@@ -67,6 +61,12 @@ class RingCall(NamedTuple):
     seq_len: int
 
 
+def op_name(settings: CallSettings) -> str:
+    if not settings.blocks:
+        return "ring_attention"
+    return "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
+
+
 def ring_call(settings: CallSettings) -> RingCall:
     """Returns the distributed part of a record."""
     ring = RingCall._make((*settings.sharding, settings.seq_len))
@@ -76,39 +76,76 @@ def ring_call(settings: CallSettings) -> RingCall:
     return ring
 
 
-class Agreed(NamedTuple):
-    """What all ranks agree on before a call sends anything. ``seq_len``: N; ``among``: the ``Session.agreed`` they agreed in, since another
-    one means that the ranks have forgotten, None in one process; ``kind``: of call, its key in ``among``; ``handshake``: the one in which
-    they agreed on the kind; ``number``, ``arguments``: of ``Session.enter``."""
-
-    seq_len: int
-    among: object = None
-    kind: Any = None
-    handshake: int = 0
-    number: int = 0
-    arguments: Mapping[str, str] | None = None
-
-
 def agreed_call(
-    members: Members, inputs: tuple[Any, ...], settings: CallSettings, ring: RingCall, bounds: tuple[int, ...] | None
-) -> tuple[Agreed, int]:
-    """Returns what the ranks agree on and the number of this call on the group, once all are known to make the same kind of call: by a
-    handshake at the first call of a kind, whatever its length, or at every call if N is not given. If they make different calls of kinds
-    they agreed on earlier, or of different lengths, ``session.compare`` finds out in these calls or soon after.
+    members: Members,
+    inputs: tuple[Any, ...],
+    settings: CallSettings,
+    ring: RingCall,
+    bounds: tuple[int, ...] | None,
+    live_pattern: BlockPattern | None,
+    check_kernels: Callable[[int], str],
+) -> tuple[int, int]:
+    """Returns N and the number of this call on the group, counted from 1, 0 in one process, once all ranks are known to make the same kind
+    of call and to have kernels for it: by a handshake at the first call of a kind, whatever its length, or at every call if N is not
+    given. Nothing has been sent by then. If they make different calls of kinds they agreed on earlier, or of different lengths,
+    ``session.compare`` finds out in these calls or soon after.
 
-    ``inputs``: q, k, v, key_padding_mask, …; ``bounds``: of packed documents."""
+    ``inputs``: q, k, v, key_padding_mask, …; ``bounds``: of packed documents; ``live_pattern``: one that holds a function or a tensor;
+    ``check_kernels``: of N; raises BackendUnavailable if this rank has no kernels, and returns a digest that must be equal on all ranks.
+    """
     q, k, _, padding = inputs[:4]
     if members.group is None:
-        return Agreed(checked_length(ring.layout, ring.seq_len, [q.shape[1]])), 0
-    session = session_of(members, ring.timeout)
+        return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
+    session, asks = session_of(members, ring.timeout), ring.seq_len < 0
     session.check()
-    function = "ring_attention"
-    if settings.blocks:
-        function = "ring_block_sparse_attention" if settings.branches is None else "ring_block_sparse_dilated_attention"
+    lives = live_pattern is not None
+    # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
+    # not its name, which may be given again
+    alike = settings._replace(
+        backend="",
+        precision="",
+        seq_len=0,
+        sharding=("dealt" if is_dealt(ring.layout) else ring.layout, ring.exchange, ring.lse_grad, ring.head_steps),
+        blocks="" if lives else settings.blocks,
+    )
+    sizes = q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device.type, padding is None, bounds is None
+    # which blocks a function keeps may differ at each length
+    kind = alike, sizes, live_pattern, ring.seq_len if lives else 0
+    known = None if asks and lives else session.agreed.get(kind)
+    number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
+    arguments = arguments | {"layout": short_name(ring.layout), "seq_len": "None" if asks else str(ring.seq_len)}
+    arguments["cu_seqlens"] = "None" if bounds is None else _shown(bounds)
+    seq_len = ring.seq_len
+    if known is None or asks:
+        seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, q.shape[1], ring.timeout))
+    elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
+        raise ValueError(
+            f"rank {members.rank} holds {q.shape[1]} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
+            "cut it by shard_sequence with the same layout and seq_len"
+        )
+    if known is None:
+        unavailable, has = None, {"kernels": "available"}
+        try:
+            if digest := check_kernels(seq_len):
+                has["pattern (the blocks that its function keeps)"] = digest
+        except BackendUnavailable as error:
+            # raising here would leave the other ranks waiting
+            unavailable, has = error, {"kernels": f"unavailable: {str(error).splitlines()[0]}"}
+        agree(members, {"function": arguments["function"], **has}, None, ring.timeout)
+        if unavailable is not None:
+            raise unavailable
+        session.remember(kind, (number, arguments))
+    # a number of the kind and the length, which the tags of messages contain
+    number = zlib.crc32(f"{number} {seq_len} {ring.layout} {hash(bounds or ())}".encode())
+    return seq_len, session.enter_forward(number, arguments)
+
+
+def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, str]:
+    """Returns what must be equal on all ranks, by the names that messages have."""
+    function = op_name(settings)
     # dense attention is one segment of that length
-    elif settings.pattern.segment_lengths[0] < MAX_LENGTH:
+    if not settings.blocks and settings.pattern.segment_lengths[0] < MAX_LENGTH:
         function = "ring_dilated_attention"
-    # without what each rank may choose for itself, else some ranks would start a handshake and others would not
     same: dict[str, object] = {
         "function": function,
         "q.shape[0]": q.shape[0],
@@ -133,58 +170,21 @@ def agreed_call(
         "exchange": ring.exchange,
         "head_steps": ring.head_steps or None,
         "return_lse": ring.lse_grad,
-        "layout": "dealt" if is_dealt(ring.layout) else ring.layout,
-        "cu_seqlens": "None" if bounds is None else "given",
     }
-    pattern = pattern_from_spec(settings.blocks) if settings.blocks else None
-    # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
-    live_pattern = pattern if pattern is not None and pattern.lives_here else None
-    if pattern is not None:
-        name = type(pattern).__name__ if live_pattern else settings.blocks
+    if settings.blocks:
+        pattern = pattern_from_spec(settings.blocks)
+        # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
+        name = type(pattern).__name__ if pattern.lives_here else settings.blocks
         same |= {"branches": settings.branches, "pattern": name, "block_size": pattern.block_size}
     elif settings.branches is not None:
         names = "segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"
         same |= zip(names, [list(x) if isinstance(x, tuple) else x for x in settings.branches], strict=True)
-    arguments = {name: str(value) for name, value in same.items()}
-    # with the pattern itself, so that its name cannot be given again: once a function is gone, another may get it
-    kind = (*arguments.values(), live_pattern)
-    arguments |= {"layout": short_name(ring.layout), "seq_len": str(ring.seq_len) if ring.seq_len >= 0 else "None"}
-    if bounds is not None:
-        arguments["cu_seqlens"] = _shortened(bounds)
-    handshake = session.agreed.get(kind) if ring.seq_len >= 0 else None
-    seq_len = ring.seq_len
-    if handshake is None:
-        handshake = session.handshakes
-        held = agree(members, arguments, q.shape[1], ring.timeout)
-        seq_len = checked_length(ring.layout, seq_len, held)
-    elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
-        raise ValueError(
-            f"rank {members.rank} holds {q.shape[1]} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
-            "cut it by shard_sequence with the same layout and seq_len"
-        )
-    # a number of the kind and the length, which the tags of messages contain
-    number = zlib.crc32(f"{handshake} {seq_len} {ring.layout} {bounds}".encode())
-    return Agreed(seq_len, session.agreed, kind, handshake, number, arguments), session.enter_forward(number, arguments)
+    return {name: str(value) for name, value in same.items()}
 
 
-def agree_on_kernels(members: Members, agreed: Agreed, kernels: Callable[[], Mapping[str, str]], ring: RingCall) -> None:
-    """Checks, before any rank sends anything, that what ``kernels`` returns, such as whether a rank has any, is equal on all; else
-    ValueError. Once for a kind, or for a length where the blocks are those of a function. Then the ranks have agreed on the kind."""
-    if members.group is None:
-        return
-    session, (function, *_, live_pattern) = session_of(members, ring.timeout), agreed.kind
-    # a pair, which no kind is; its number is not read
-    settled = agreed.kind, None if live_pattern is None else agreed.seq_len
-    if settled not in session.agreed:
-        agree(members, {"function": function, **kernels()}, None, ring.timeout)
-        session.remember(settled, 0)
-    if ring.seq_len >= 0 and agreed.kind not in session.agreed:
-        session.remember(agreed.kind, agreed.handshake)
-
-
-def _shortened(bounds: tuple[int, ...]) -> str:
-    text = str(list(bounds))
-    return text if len(text) <= 200 else f"{text[:160]} … ({len(bounds) - 1} documents, hash {hash(bounds) & 0xFFFFFFFF:08x})"
+def _shown(bounds: tuple[int, ...]) -> str:
+    more = f" … ({len(bounds) - 1} documents, hash {hash(bounds) & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
+    return f"{list(bounds[:24])}{more}"
 
 
 def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:

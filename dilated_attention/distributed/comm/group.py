@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +26,8 @@ def members_named(name: str) -> Members:
     if not dist.is_initialized():
         raise ValueError(f"the group {name!r} is not known here: torch.distributed is not initialised; call init_process_group first")
     group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
-    return Members(group, *_place_in(group))
-
-
-# torch looks both up in several dictionaries, which takes the host longer than all else that a call asks of its group
-_places: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()
-
-
-def _place_in(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Returns this process's rank in a group, −1 if it is not in it, and the group's size."""
-    return _places.get(group) or _places.setdefault(group, (dist.get_rank(group), dist.get_world_size(group)))
+    # not dist.get_rank, which looks it up in several dictionaries
+    return Members(group, group.rank(), group.size())
 
 
 def members_of(group_or_mesh: Any) -> Members:
@@ -57,14 +48,11 @@ def members_of(group_or_mesh: Any) -> Members:
                 f"mesh[{(names or ('cp',))[-1]!r}]"
             )
         group = group.get_group()
-    rank, size = -1, 0
-    if isinstance(group, dist.ProcessGroup):
-        rank, size = _place_in(group)
-    elif group is not dist.GroupMember.NON_GROUP_MEMBER:
-        raise TypeError(f"expected a ProcessGroup, a DeviceMesh of one axis or None, got {type(group).__name__}")
-    if rank < 0:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"global rank {dist.get_rank()} is not in the group it was given; call this on the group's own ranks only")
-    return Members(group if size > 1 else None, rank, size)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"expected a ProcessGroup, a DeviceMesh of one axis or None, got {type(group).__name__}")
+    return Members(group if group.size() > 1 else None, group.rank(), group.size())
 
 
 def group_name_of(group: Any, mesh: Any) -> str:

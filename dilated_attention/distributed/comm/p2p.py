@@ -1,5 +1,5 @@
 """Sends rows from rank to rank without waiting, and raises an error that names the exchange and the peer if they do not arrive. On NCCL an
-exchange is one launch, watched by a thread (watchdog.py); on gloo it is one message per peer, and waiting blocks."""
+exchange is one launch, watched by a thread (session.py); on gloo it is one message per peer, and waiting blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from dilated_attention.distributed.comm.call_consistency import agree
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import COLLECT, Session
-from dilated_attention.distributed.comm.watchdog import session_of
-from dilated_attention.distributed.errors import RingError, first_line
+from dilated_attention.distributed.comm.session import COLLECT, RingError, Session, first_line, session_of
 from dilated_attention.engine.memory import readable
 
 # every so many exchanges the issuing thread waits for the GPU (before each: 25 µs of a forward of 0.6 ms), so that at most seven are

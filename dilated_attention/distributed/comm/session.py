@@ -5,13 +5,30 @@ A call of a kind that the ranks have agreed on begins without asking the others.
 which messages on gloo carry as their tag, so that those of different calls never match. Twice a second, while there are new calls, a thread
 posts both (``compare``): a rank that finds a difference says so, and then all post their last calls and arrive at one message. Ranks that
 give up waiting post that (``fail_waiting``), so the culprit is among the others.
+
+The same thread finds exchanges on a GPU that stall, where waiting does not block the CPU. When an exchange could run for longer than the
+timeout, or its communicator reports an error:
+
+    1. this rank posts what it waits for, and for 2 s (COLLECT) reads what the others post, to find out who is to blame
+    2. the group is marked as failed, and the error goes to stderr; a thread that comes to the group raises RingError
+    3. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
+    4. if nothing raises, the thread that issued the exchange is made to as soon as it runs Python again, and then the main thread, too
+    5. if nothing has raised within 10 s (GRACE), because a thread is stuck in a CUDA call, the process ends with exit code 1
+
+So no rank outlives a dead one by more than timeout + 12 s and a few looks. Different calls end in the same way, also on a CPU.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import json
+import logging
 import os
+import re
+import sys
+import threading
 import time
 import uuid
 import weakref
@@ -23,12 +40,26 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.errors import RingError, first_line
 
 # calls that a rank remembers; those that it posts when ranks disagree; kinds of calls that it remembers, before it forgets all of them
 KEPT, POSTED, MOST_KINDS = 4096, 64, 4096
 # seconds to wait for what the others post, since ranks of one stalled exchange time out together
 COLLECT = 2.0
+# seconds between looks, until the process ends, and in which a thread may raise by itself, else autograd's and the main thread would both
+POLL, GRACE, OWN = 0.5, 10.0, 0.2
+
+
+class RingError(RuntimeError):
+    """Ranks that share a sequence could not exchange what they needed: one has died, stalled or made a different call.
+
+    The group cannot be used afterwards: end the process; or, if all ranks are alive, make a new group on all of them.
+    """
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of torch's message, without its C++ location, its advice and its stack trace."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+\.\w+:\d+\] ", "", line).split(". This is typically caused")[0]
 
 
 class Session:
@@ -38,7 +69,8 @@ class Session:
     ``count``, ``forwards``, ``handshakes``: the numbers of all that the ranks have called so far, and of forwards and handshakes alone.
     ``entries``: the last calls by number, from 1: checksum of it and all before, name, such as "call 3", and arguments.
     ``equal``: ``count`` when all ranks were last known to have made the same calls. ``compares``: whether the store answers.
-    ``agreed``: the number of each kind of call that the ranks have agreed on. They make the same calls, so they forget at the same one.
+    ``agreed``: of each kind of call that the ranks have agreed on the number of the handshake, and the arguments. They make the same
+    calls, so they forget at the same one.
     ``wires``: what the ranks exchange by, by type of device."""
 
     def __init__(self, members: Members, group: dist.ProcessGroup, timeout: float) -> None:
@@ -49,7 +81,7 @@ class Session:
         self.has_raised, self.compares = False, True
         self.handshakes = self.count = self.forwards = self.checksum = self.equal = 0
         self.entries: dict[int, tuple[int, str, Mapping[str, str]]] = {0: (0, "", {})}
-        self.agreed: dict[object, int] = {}
+        self.agreed: dict[object, Any] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
         if default is _parents_store:
@@ -106,13 +138,16 @@ class Session:
             time.sleep(min(0.01 + 0.001 * self.size, 5e-5 + waited / 4))
         return result
 
-    def posts(self, what: str, mine: object, collect: float) -> dict[int, Any]:
-        """Posts ``mine`` once, and returns by rank what has been posted, after so many seconds at the latest."""
+    def posts(self, what: str, mine: object, timeout: float) -> dict[int, Any]:
+        """Posts ``mine`` once, and returns by rank what has been posted, after so many seconds at the latest; at once if the group fails,
+        which the watching thread may find meanwhile."""
         store, keys = self.store, self.keys(what)
         if not store.check([keys[self.rank]]):
             store.set(keys[self.rank], json.dumps(mine))
-        self.until(lambda: store.check(keys), collect)
-        return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
+        self.until(lambda: self.failed or store.check(keys), timeout)
+        absent = missing(store, keys)
+        there = [rank for rank in range(self.size) if rank not in absent]
+        return dict(zip(there, map(json.loads, store.multi_get([keys[rank] for rank in there])), strict=True))
 
     def keys(self, what: str) -> list[str]:
         return [f"{what}/{rank}" for rank in range(self.size)]
@@ -138,10 +173,10 @@ class Session:
         self.enter(f"call {self.forwards}", number, arguments)
         return self.forwards
 
-    def remember(self, kind: object, number: int) -> None:
+    def remember(self, kind: object, agreement: tuple[int, Mapping[str, str]]) -> None:
         if len(self.agreed) >= MOST_KINDS:
-            self.agreed = {}
-        self.agreed[kind] = number
+            self.agreed.clear()
+        self.agreed[kind] = agreement
 
     def check(self) -> None:
         if self.failed is not None:
@@ -269,3 +304,89 @@ def _leave_parents_groups() -> None:
 # Windows has no fork
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_parents_groups)
+
+
+# --- the watching thread ----------------------------------------------------------------------------------------------------------
+
+
+def session_of(members: Members, timeout: float) -> Session:
+    """Returns the group's session. At its first use all ranks must call this together; RingError if some have not within the timeout."""
+    assert members.group is not None, "one process has nobody to tell"
+    session = sessions.get(members.group)
+    if session is None:
+        session = sessions[members.group] = Session(members, members.group, timeout)
+        stopping = threading.Event()
+        thread = threading.Thread(target=_run, args=(weakref.ref(session), stopping), name="dilated_attention exchanges", daemon=True)
+        thread.start()
+        # before the interpreter shuts down, when a daemon thread could only fail
+        atexit.register(_stop, thread, stopping)
+    return session
+
+
+def _stop(thread: threading.Thread, stopping: threading.Event) -> None:
+    # in a forked child it is not alive, and may have left its event locked
+    if thread.is_alive():
+        stopping.set()
+        thread.join(2 * POLL)
+
+
+def _run(watched: weakref.ref[Session], stopping: threading.Event) -> None:
+    with contextlib.suppress(OSError):
+        # CU_STREAM_CAPTURE_MODE_RELAXED: otherwise a query of an event would invalidate the CUDA graph that another thread captures
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))
+    while not stopping.wait(POLL) and (session := watched()) is not None and session.failed is None:
+        try:
+            look(session)
+        except Exception:
+            if not stopping.is_set():
+                logging.getLogger("dilated_attention").exception("watching exchanges failed; trying again")
+        del session
+
+
+def look(session: Session) -> None:
+    """Ends what waits if the ranks make different calls, or an exchange on a GPU has stalled."""
+    wire = session.wires.get("cuda")
+    if session.count != session.equal and dist.is_initialized():
+        compare(session)
+    if session.failed is not None:
+        # a GPU has computed with wrong keys; on a CPU the thread that waits raises by itself
+        _end(session, None if wire is None else wire.pending[-1].thread if wire.pending else threading.main_thread().ident, 0.0)
+    elif wire is not None and (stalled := wire.stalled()) is not None:
+        exchange, trouble = stalled
+        trouble = f": exchange {exchange.number} with {session.names(exchange.peers)} {trouble}"
+        session.fail_waiting(exchange.what, exchange.number, exchange.peers, trouble, wire.timeout, COLLECT)
+        _end(session, exchange.thread, OWN)
+
+
+def _end(session: Session, thread: int | None, patience: float) -> None:
+    """Frees what waits, and sees to it that a thread raises: ``thread`` after so many seconds, None if it will by itself, as on a CPU."""
+    message, raised, began = str(session.failed), threading.Event(), time.monotonic()
+    _tell(message)
+    aborting = [one for wire in session.wires.values() for one in wire.abort()]
+
+    def raise_it(self: RingError) -> None:
+        raised.set()
+        RingError.__init__(self, message)
+
+    # Python takes a class here, so this one contains the message
+    kind = type("RingError", (RingError,), {"__init__": raise_it, "__module__": RingError.__module__})
+    if thread is not None:
+        # an autograd thread that has nothing more to do never raises
+        for seconds, threads in ((patience, {thread}), (patience + 1, {thread, threading.main_thread().ident}), (GRACE, set())):
+            while not (has_raised := raised.is_set() or session.has_raised) and time.monotonic() - began < seconds:
+                raised.wait(0.05)
+            if has_raised:
+                break
+            if not threads:
+                _tell(f"nothing raised within {GRACE:g} s of this error, so this process ends now: {message}")
+                os._exit(1)
+            for one in threads:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(one or 0), ctypes.py_object(kind))
+    for one in aborting:
+        one.join(max(0.0, began + GRACE - time.monotonic()))
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"dilated_attention: {message}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()

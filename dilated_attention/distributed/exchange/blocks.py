@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.distributed.exchange.computation import Masks, Part, Tensors, masks_at, narrow
 from dilated_attention.distributed.exchange.plan import (
     KeySpan,
     Needed,
@@ -29,12 +28,13 @@ from dilated_attention.distributed.exchange.plan import (
     union,
     wanted_keys,
 )
-from dilated_attention.distributed.exchange.step import Pair, Step, row_indices
+from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at, narrow
+from dilated_attention.distributed.exchange.step import Pair, Step, on_device
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.documents import request_of
 from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, building_device, select_rows
-from dilated_attention.engine.branches.launches import Into
+from dilated_attention.engine.branches.launches import Into, Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.settings import CallSettings
@@ -239,7 +239,6 @@ def held_documents(
             lists = lists_of_memory(lists, (keys[0] - start, keys[1] - start))
         positions = np.concatenate([np.arange(start + low * block, min(start + high * block, end)) for low, high in runs])
         place = is_own[positions].nonzero()[0]
-        at, launched = (index.numbers for index in row_indices(([[place]], [[positions]]), device))
         # a rank's rows of one document lie side by side
         first, row = row, row + len(place)
         parts.append(
@@ -248,8 +247,8 @@ def held_documents(
                 heads=(0, ring_problem.num_heads),
                 key_rows=slice(keys[0] - span.start, keys[1] - span.start),
                 settings=settings,
-                place=at if len(place) < lists.num_queries else None,
-                positions=launched,
+                place=on_device([place], device) if len(place) < lists.num_queries else None,
+                positions=on_device([positions], device),
                 first_key=keys[0],
                 lists=lists,
             )

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from dilated_attention.backends.tiles.call import index_of
 from dilated_attention.backends.tiles.launch import KernelLaunch
-from dilated_attention.distributed.exchange.step import Pair, Step
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 # numbers of one program
 _BLOCK = 4096
 # integers that follow the length are not specialised: one compiled kernel serves all lengths
@@ -34,8 +34,8 @@ def _rows(line, at, k_strides, v_strides, heads, width, batch, column):  # type:
 
 @triton.jit(do_not_specialize=_VARYING)
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    to, k, v, came, sources, own_lines, kb, kn, kh, vb, vn, vh, total, own, arrived, heads, width, batch, D: tl.constexpr,
-    D_BLOCK: tl.constexpr, U: tl.constexpr, MAPPED: tl.constexpr,
+    to, k, v, came, sources, kb, kn, kh, vb, vn, vh, total, own, arrived, heads, width, batch, D: tl.constexpr,
+    D_BLOCK: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
     column = tl.arange(0, D_BLOCK)[None]
@@ -43,8 +43,6 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     line = tl.load(sources + at // (batch * width), mask=inside, other=own + arrived)
     is_own, has_come = line < own, (line >= own) & (line < own + arrived)
     there = came + ((line - own) * (batch * width) + at % (batch * width))[:, None] * (2 * D) + column
-    if MAPPED:
-        line = tl.load(own_lines + line, mask=is_own, other=0)
     from_k, from_v = _rows(line, at, (kb, kn, kh), (vb, vn, vh), heads, width, batch, column)
     mask = (column < D) & is_own[:, None]
     other = (column < D) & has_come[:, None]
@@ -57,8 +55,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)
 def _add_kernel(  # type: ignore[no-untyped-def]
-    to_k, to_v, k, v, came, places, returned, own_lines, tkb, tkn, tkh, tvb, tvn, tvh, kb, kn, kh, vb, vn, vh, total, peers, heads, width,
-    batch, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr, MAPPED: tl.constexpr,
+    to_k, to_v, k, v, came, places, returned, tkb, tkn, tkh, tvb, tvn, tvh, kb, kn, kh, vb, vn, vh, total, peers, heads, width,
+    batch, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
     column = tl.arange(0, D_BLOCK)[None]
@@ -76,50 +74,39 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         some = mask & (other >= 0)[:, None]
         keys += tl.load(there, mask=some, other=0.0).to(tl.float32)
         values += tl.load(there + D, mask=some, other=0.0).to(tl.float32)
-    if MAPPED:
-        line = tl.load(own_lines + line, mask=inside, other=0)
     at_k, at_v = _rows(line, at, (tkb, tkn, tkh), (tvb, tvn, tvh), heads, width, batch, column)
-    if MAPPED:
-        keys += tl.load(to_k + at_k, mask=mask, other=0.0).to(tl.float32)
-        values += tl.load(to_v + at_v, mask=mask, other=0.0).to(tl.float32)
     tl.store(to_k + at_k, keys.to(to_k.dtype.element_ty), mask=mask)
     tl.store(to_v + at_v, values.to(to_v.dtype.element_ty), mask=mask)
 
 
-def compile_ahead(step: Step, k: torch.Tensor, v: torch.Tensor, *, needs_grad: bool) -> None:
-    """Starts compiling what the copies of steps like this one need: calls on meta tensors do."""
+def compile_ahead(step: Any, k: torch.Tensor, v: torch.Tensor, to: torch.dtype | None) -> None:
+    """Starts compiling what the copies of steps like this one need: calls on meta tensors do. ``to``: of the sums of gradients, if any."""
     B, _, _, D = k.shape
     width = step.width * B * 2 * D
-    sent, came, to = (
-        torch.empty(shape, dtype=k.dtype, device="meta") for shape in ((step.send.total, width), (step.place.total, width), k.shape)
-    )
+    sent, came = (torch.empty((len(x.numbers), width), dtype=k.dtype, device="meta") for x in (step.send, step.place))
     own_k, own_v = (step.of_heads(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in (k, v))
     gather(sent, (own_k, own_v), None, step.send.numbers, step)
     gather(came.new_empty((step.rows, step.num_kv_heads, B, 2 * D)), (own_k, own_v), came, step.sources, step)
-    if needs_grad:
-        grads, to = came.new_empty((B, step.rows, step.num_kv_heads, D)), step.of_heads(to)
-        gather(came, (grads, grads), None, step.place.numbers, step, are_own=False)
-        add((to, to), (grads, grads), sent, step)
+    if to is not None:
+        grads, sums = came.new_empty((B, step.rows, step.num_kv_heads, D)), step.of_heads(torch.empty(k.shape, dtype=to, device="meta"))
+        gather(came, (grads, grads), None, step.place.numbers, step)
+        add((sums, sums), (grads, grads), sent, step)
 
 
-def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step, *, are_own: bool = True) -> None:
-    """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
-    those of ``of``, of those that came after them, and of a line of zeros. ``are_own``: ``own_lines`` numbers the lines of ``of``."""
-    own_lines = step.own_lines if are_own else None
-    num_own = of[0].shape[1] * step.num_kv_heads // step.width if own_lines is None else len(own_lines)
-    counts = (num_own, 0 if came is None else len(came))
-    _launch(_gather_kernel, step, (to, *of, to if came is None else came, lines, own_lines), (of,), counts, to)
+def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Any) -> None:
+    """See ``step.gather``."""
+    counts = (of[0].shape[1] * step.num_kv_heads // step.width, 0 if came is None else len(came))
+    _launch(_gather_kernel, step, (to, *of, to if came is None else came, lines), (of,), counts, to)
 
 
-def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
-    """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
-    that came, by peer. Where own keys are only some rows, the sums are added to what dk and dv hold."""
-    tensors = *to, *grads, came, step.own_places, step.returned, step.own_lines
+def add(to: Pair, grads: Pair, came: torch.Tensor, step: Any) -> None:
+    """See ``step.add``."""
+    tensors = *to, *grads, came, step.own_places, step.returned
     _launch(_add_kernel, step, tensors, (to, grads), (step.returned.shape[0],), step.own_places)
 
 
 def _launch(
-    kernel: Any, step: Step, tensors: tuple[torch.Tensor | None, ...], pairs: tuple[Pair, ...], counts: tuple[int, ...], of: torch.Tensor
+    kernel: Any, step: Any, tensors: tuple[torch.Tensor, ...], pairs: tuple[Pair, ...], counts: tuple[int, ...], of: torch.Tensor
 ) -> None:
     """Launches a kernel over the rows of ``of``: lines, or memory. The launch is remembered for calls of the same strides."""
     B, _, heads, D = pairs[0][0].shape
@@ -127,12 +114,12 @@ def _launch(
     if not total:
         return
     numbers = (*(stride for pair in pairs for x in pair for stride in x.stride()[:3]), total, *counts, heads, step.width, B)
-    dtypes = tuple([None if x is None else x.dtype for x in tensors])
+    dtypes = tuple([x.dtype for x in tensors])
     key = kernel, numbers, D, dtypes
     launch = step.made.get(key)
     if launch is None:
         width = triton.next_power_of_2(D)
         rows = max(1, _BLOCK // (2 * width))
-        constants = {"D": D, "D_BLOCK": width, "U": rows, "MAPPED": tensors[-1] is not None}
+        constants = {"D": D, "D_BLOCK": width, "U": rows}
         launch = step.made[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
-    launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, index_of(pairs[0][0].device))
+    launch([x.data_ptr() for x in tensors], lambda: tensors, index_of(pairs[0][0].device))

@@ -26,17 +26,14 @@ from dilated_attention.distributed.exchange.blocks import (
     needed_blocks,
     needs_of,
 )
-from dilated_attention.distributed.exchange.computation import Layer, Part, SparseRows, StepParts, Tensors, parts_of
-from dilated_attention.distributed.exchange.crossing import crossing_of, home_parts
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, heads_alike, key_span, needed_keys
+from dilated_attention.distributed.exchange.run import Layer, Part, SparseRows, Tensors, parts_of
 from dilated_attention.distributed.exchange.step import Step, make_step
-from dilated_attention.distributed.sharding.custom_layout import Layout, layout_name
-from dilated_attention.distributed.sharding.layout import joined, spans
-from dilated_attention.distributed.sharding.reshard import ShardSpec
+from dilated_attention.distributed.sharding.layout import Layout, ShardSpec, joined, layout_name, spans
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern import DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
 from dilated_attention.validation import check_bool, check_counts
 
@@ -52,6 +49,9 @@ STEP_SHARE, MOST_STEPS, STEP_BYTES = 0.06, 4, 16 * 2**20
 HOST_SECONDS = {"dense": 0.3e-3, "blocks": 0.7e-3}
 # the maximum bytes of the tables and lists of all cached setups; those that ``block_lists`` caches are not counted
 MAX_CACHED_BYTES, MOST_SETUPS = 2**30, 512
+# keys and values of a rank for which the separation costs as much as it saves. On H200s, host time of two such calls and a merge over one:
+# 0.1 ms forward and 0.3 ms in training; a memory of all ranks' keys of this size is filled in 0.03 ms (benchmarks/results)
+SMALL_BYTES = 2**24
 
 
 def head_steps(kind: str, kv_heads: int, brought: float, held: float, seconds: float, memory: int, forced: int = 0) -> tuple[int, ...]:
@@ -226,6 +226,60 @@ def make_sharding_plan(
     return ShardingPlan(holdings(layout, False), holdings(computed, by_heads), by_heads)
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """A rank computes the branches whose segments stay within it by the engine on its own rows, while the keys of those that cross ranks
+    are in flight. These are usually the sparse ones: if all of them take every g-th position of each head, they are a pattern (w/g, r/g) on
+    N/g positions, which is computed as a ring of its own, on every g-th row of each head of a rank's tensors, and merged into the rest.
+
+    The branches that cross ranks (``problem``), on every g-th position (``step``), and those that stay within (``home``), on all
+    positions. ``offsets``: the position, below g, of each query head's first row; ``kv_offsets`` of each key/value head's."""
+
+    home: DilatedPattern
+    problem: RingProblem
+    step: int
+    offsets: tuple[int, ...]
+    kv_offsets: tuple[int, ...]
+
+
+def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
+    """Returns how a call is separated; None if no branch stays within ranks, none crosses them, those that do are not so sparse, or keys
+    and values, of ``row_bytes`` a position, are so few that the host takes longer to issue two calls."""
+    pattern, H = problem.pattern, problem.num_heads
+    if problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
+        return None
+    if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window:
+        return None
+    if pattern.tail != "mask" and not problem.is_causal:
+        return None
+    N, bounds = problem.seq_len, {bound for spans in problem.shards for span in spans for bound in span}
+    stays = [all(bound % length == 0 or bound == N for bound in bounds) for length, _ in pattern.branches]
+    others = [b for b, inside in enumerate(stays) if not inside]
+    if all(stays) or not any(stays):
+        return None
+    # a segment that is longer than the sequence is as good as one of its length
+    branches = [(min(length, N), rate) for length, rate in pattern.branches]
+    step = math.gcd(N, *(x for b in others for x in branches[b]), *bounds)
+    offsets = pattern.offsets(H)
+    heads = [{offsets[b][h] % step for b in others} for h in range(H)]
+    group = H // problem.num_kv_heads
+    of_keys = [set().union(*heads[h : h + group]) for h in range(0, H, group)]
+    if step == 1 or any(len(x) > 1 for x in of_keys):
+        return None
+    first = [x.pop() for x in of_keys]
+    firsts = tuple(first[h // group] for h in range(H))
+    rows = tuple(tuple((offsets[b][h] - firsts[h]) // step for h in range(H)) for b in others)
+    lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in others)), strict=True)
+    sparse = RingProblem(
+        DilatedPattern(lengths, rates, rows, "all", pattern.tail),
+        ((0, N // step),),
+        tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
+        *(H, problem.num_kv_heads, problem.is_causal),
+    )
+    home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
+    return Crossing(home, sparse, step, firsts, tuple(first))
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RingSetup:
     """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
@@ -234,7 +288,7 @@ class RingSetup:
         nbytes: bytes of its tables and lists.
         exchanges: whether any rank sends anything; alike on all ranks.
         steps: of the exchange, each of some key/value heads.
-        layers: what a pass computes, see ``Work``.
+        layers: what a pass computes.
         sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
         digest: see ``NeededBlocks``.
     """
@@ -296,8 +350,7 @@ def make_setup(
         pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
         problem = RingProblem(pattern, is_causal=settings.is_causal, window=settings.window_sides, **common)
     # which keys a rank needs, on which it computes, and how many heads a step brings
-    layers, query_rows = list[Layer](), None
-    sparse: tuple[int, tuple[int, ...]] | None = None
+    layers, sparse_rows = list[Layer](), None
     device_bytes, row_bytes = device_memory(device), 2 * B * D * k.element_size()
     # heads that run different branches are not divided
     may_divide = len(ranks) > 1 and (pattern is None or pattern.branch_heads == "all")
@@ -321,9 +374,10 @@ def make_setup(
         plain = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
         crossing = crossing_of(problem, row_bytes * kv_heads) if plain and len(ranks) > 1 else None
         if crossing is not None:
-            home = home_parts(problem, crossing.home, settings, own_index, first)
-            layers, problem = [Layer(StepParts((home,), q_like), is_home=True)], crossing.problem
-            query_rows, sparse = SparseRows(crossing.step, crossing.offsets, q_like.shape[1], device), (crossing.step, crossing.kv_offsets)
+            at_home = replace(problem, pattern=crossing.home, window=None)
+            home = parts_of(at_home, settings, (0, last - first), own_index, None, first)
+            layers, problem = [Layer((home,), q_like, is_home=True)], crossing.problem
+            sparse_rows = SparseRows(crossing.step, (crossing.offsets, crossing.kv_offsets), q_like.shape[1], device)
             q_like = q_like[:, :: crossing.step]
         needed_of, span = functools.cache(functools.partial(needed_keys, problem)), key_span(problem, own_index)
         if may_divide and is_dense:
@@ -348,19 +402,17 @@ def make_setup(
             listed_parts.append(tuple([replace(part, heads=query_heads) for part in listed_parts[0]]))
             continue
         steps.append(
-            make_step(
-                shards if problem is None else problem.shards, own_index, needed, step_heads, (span.start, span.end), what, device, sparse
-            )
+            make_step(shards if problem is None else problem.shards, own_index, needed, step_heads, (span.start, span.end), what, device)
         )
         branch_parts.append(() if problem is None else parts_of(problem, settings, query_heads, own_index, span, first))
-        listed_parts.append(block_parts(documents_held, query_heads, device))
+        listed_parts.append(() if blocks is None else block_parts(documents_held, query_heads, device))
         exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
         for part in listed_parts[-1]:
             check_backends(part, steps[-1], tensors[0], tensors[1], padding is not None)
     if problem is not None:
-        layers.append(Layer(StepParts(branch_parts, q_like, steps), query_rows))
+        layers.append(Layer(branch_parts, q_like, steps, sparse_rows))
     if blocks is not None:
-        layers.append(Layer(StepParts(listed_parts, q_like, steps)))
+        layers.append(Layer(listed_parts, q_like, steps))
     lists = {id(part.lists): part.lists.nbytes for parts in listed_parts for part in parts}
     return RingSetup(
         steps=tuple(steps),

@@ -10,20 +10,132 @@ Runs of the first two differ by at most one position, the longer ones first, so 
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dilated_attention.distributed.comm.group import Members, members_of
-from dilated_attention.distributed.sharding.custom_layout import LAYOUTS, Layout, is_dealt, layout_name, runs_of, short_name
-from dilated_attention.pattern.checks import as_int, as_int_tuple
+from dilated_attention.engine.branches.problems import Range
+from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 from dilated_attention.validation import not_a_tensor
 
-__all__ = ["LAYOUTS", "Span", "local_length", "local_positions", "positions_of", "shard_sequence", "spans", "unshard_sequence"]
-
 Span = tuple[int, int, int]
+_PREFIX = "runs:"
+LAYOUTS = ("contiguous", "zigzag", "striped")
+Runs = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An explicit layout: which positions of a sequence of N each of W processes holds.
+
+    It is accepted wherever a layout is: by ``shard_sequence``, ``unshard_sequence``, ``local_positions`` and attention over sharded
+    sequences. ``balanced_layout`` makes one.
+
+    Args:
+        seq_len: N.
+        runs: for each process its runs [start, end), ascending; together they hold every position once.
+        imbalance: maximum over mean work of a process, if the layout was made for a given workload; 1 is even.
+
+    Raises:
+        ValueError: if the runs leave out a position or hold it twice.
+    """
+
+    seq_len: int
+    runs: tuple[Runs, ...]
+    imbalance: float = 1.0
+    # the layout's name where only strings can be passed; not ``str()``, which torch.compile cannot trace
+    name: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        runs = tuple(tuple((int(start), int(end)) for start, end in mine) for mine in self.runs)
+        object.__setattr__(self, "runs", runs)
+        if not runs:
+            raise ValueError("runs is empty; expected the runs of at least one process")
+        for rank, mine in enumerate(runs):
+            if any(start >= end for start, end in mine) or any(a[1] > b[0] for a, b in itertools.pairwise(mine)):
+                raise ValueError(f"runs[{rank}] is {_shown(mine)}; expected runs (start, end) with start < end, ascending, without overlap")
+        end = 0
+        for start, stop in sorted(run for mine in runs for run in mine):
+            if start != end:
+                raise ValueError(f"runs {'leave out' if start > end else 'hold twice'} position {min(start, end)}; each must be held once")
+            end = stop
+        if end != self.seq_len:
+            raise ValueError(f"runs end at position {end} of a sequence of {self.seq_len}; they must hold all of it")
+        text = ";".join(",".join(f"{start}-{stop}" for start, stop in mine) for mine in runs)
+        object.__setattr__(self, "name", f"{_PREFIX}{self.seq_len}:{text}")
+
+    @property
+    def size(self) -> int:
+        """W, the number of processes."""
+        return len(self.runs)
+
+
+def layout_name(layout: Any, known: tuple[str, ...] = LAYOUTS) -> str:
+    """Returns a layout as the string that names it. ``known``: the layouts of one word that are accepted here; ValueError or TypeError for
+    anything else but a ``Layout``."""
+    if isinstance(layout, Layout):
+        return layout.name
+    if not (isinstance(layout, str) and layout.startswith(_PREFIX)):
+        one_of("layout", layout, known, also="or a Layout, e.g. from balanced_layout")
+    return str(layout)
+
+
+def is_dealt(layout: str) -> bool:
+    """Whether the name is that of a ``Layout``."""
+    return layout.startswith(_PREFIX)
+
+
+def short_name(layout: str) -> str:
+    """Returns the name in the form shown in messages."""
+    return (
+        layout
+        if len(layout) <= 60
+        else f"{layout[:40]} … ({layout.count('-')} runs, hash {hashlib.sha256(layout.encode()).hexdigest()[:8]})"
+    )
+
+
+def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
+    """Returns every process's runs from the name of a ``Layout``; ValueError if it was made for another length or number of processes."""
+    found, runs = _parsed(layout)
+    if (found, len(runs)) != (seq_len, size):
+        raise ValueError(
+            f"layout is for {found} positions on {len(runs)} processes, the sequence has {seq_len} on {size}; make one for them with "
+            f"balanced_layout(pattern, {seq_len}, {size})"
+        )
+    return runs
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(layout: str) -> tuple[int, tuple[Runs, ...]]:
+    length, _, text = layout.removeprefix(_PREFIX).partition(":")
+    runs = []
+    for mine in text.split(";"):
+        pairs = (run.split("-") for run in mine.split(",") if run)
+        runs.append(tuple((int(start), int(end)) for start, end in pairs))
+    return int(length), tuple(runs)
+
+
+def _shown(runs: Runs) -> str:
+    return str(runs) if len(runs) <= 6 else f"{runs[:6]} …"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """Rows at the positions of ``spans``, one after the other, and their heads [first, last)."""
+
+    spans: tuple[Span, ...]
+    heads: Range
+
+    @property
+    def rows(self) -> int:
+        return sum(len(range(*span)) for span in self.spans)
 
 
 def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Span, ...]:
@@ -39,9 +151,9 @@ def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Spa
     return ((*_run(seq_len, 2 * size, rank), 1), (*_run(seq_len, 2 * size, 2 * size - 1 - rank), 1))
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def joined(ranges: Iterable[Range]) -> Runs:
     """Returns ascending ranges [start, stop) with those that meet as one and without empty ones."""
-    found: list[tuple[int, int]] = []
+    found: list[Range] = []
     for start, stop in ranges:
         if start >= stop:
             continue
@@ -52,7 +164,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _run(seq_len: int, runs: int, index: int) -> tuple[int, int]:
+def _run(seq_len: int, runs: int, index: int) -> Range:
     length, longer = divmod(seq_len, runs)
     start = index * length + min(index, longer)
     return start, start + length + (index < longer)
@@ -105,9 +217,13 @@ def shard_sequence(
     dims = _check(buffers, seq_dims)
     parts = []
     for x, dim in zip(buffers, dims, strict=True):
-        pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in spans(x.shape[dim], members.rank, members.size, layout)]
-        parts.append(torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format))
+        parts.append(_cut(x, dim, spans(x.shape[dim], members.rank, members.size, layout)))
     return parts
+
+
+def _cut(x: torch.Tensor, dim: int, held: Sequence[Span]) -> torch.Tensor:
+    pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in held]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def unshard_sequence(
@@ -201,8 +317,7 @@ class _SumOwn(_Linear):
         # not in place, because autograd may pass the tensor to others
         total = whole.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=members.group)
-        pieces = [total[(slice(None),) * dim + (slice(*span),)] for span in spans(seq_len, members.rank, members.size, layout)]
-        return torch.cat(pieces, dim)
+        return _cut(total, dim, spans(seq_len, members.rank, members.size, layout))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -9,28 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.p2p import Wire
-from dilated_attention.distributed.sharding.layout import Span
-from dilated_attention.engine.branches.problems import Range
+from dilated_attention.distributed.sharding.layout import ShardSpec, Span
 
 Index = tuple[slice, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """Rows at the positions of ``spans``, one after the other, and their heads [first, last)."""
-
-    spans: tuple[Span, ...]
-    heads: Range
-
-    @property
-    def rows(self) -> int:
-        return sum(len(range(*span)) for span in self.spans)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,7 +50,7 @@ def _common(a: range, b: range) -> range:
 
 def _rows(positions: range, span: Span, row: int) -> slice:
     """Returns the rows of some of a span's positions, of which the first is in row ``row``."""
-    first, step = row + (positions.start - span[0]) // span[2], positions.step // span[2]
+    first, step = row + range(*span).index(positions.start), positions.step // span[2]
     return slice(first, first + (len(positions) - 1) * step + 1, step)
 
 
