@@ -16,7 +16,7 @@ from dilated_attention.distributed.ring_pass import (
     ring_block_sparse_dilated_attention_op,
 )
 from dilated_attention.distributed.sharding.custom_layout import Layout
-from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern
+from dilated_attention.functional.arguments import DENSE, attend, branches_of
 from dilated_attention.functional.options import LocalBranchOptions, LocalOptions, RingBranchOptions, RingOptions, shows_options
 from dilated_attention.pattern import BlockPattern, from_block_mask
 from dilated_attention.pattern.checks import shown
@@ -232,9 +232,8 @@ def ring_block_sparse_attention(
     ...     q, k, v, pattern, group=group, layout=layout, seq_len=seq_len,
     ...     is_causal=True)
     """
-    layout, pattern = checked_block_layout(layout), checked_ring_pattern(checked_pattern(pattern))
     return attend(
-        "ring_block_sparse_attention", options, q, k, v, None, pattern, ring_block_sparse_attention_op,
+        "ring_block_sparse_attention", options, q, k, v, None, checked_pattern(pattern), ring_block_sparse_attention_op,
         layout=layout, exchange="all_gather", head_steps=head_steps,
     )  # fmt: skip
 
@@ -260,9 +259,8 @@ def ring_block_sparse_dilated_attention(
     ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3),
     ...     mesh=mesh["cp"], seq_len=N)
     """
-    layout, pattern = checked_block_layout(layout), checked_ring_pattern(checked_pattern(pattern))
     return attend(
-        "ring_block_sparse_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), pattern,
+        "ring_block_sparse_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), checked_pattern(pattern),
         ring_block_sparse_dilated_attention_op, layout=layout, exchange="all_gather", head_steps=head_steps,
     )  # fmt: skip
 

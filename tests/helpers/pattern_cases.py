@@ -22,9 +22,8 @@ from dilated_attention.pattern import (
     Sparsity,
     Strided,
 )
-from dilated_attention.pattern.blocks.block_lists import BlockLists
-from dilated_attention.pattern.blocks.density import KINDS
-from dilated_attention.pattern.blocks.kept_blocks import unpacked
+from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
+from dilated_attention.pattern.blocks.compose import KINDS
 from tests.helpers.strategies import some_patterns
 
 LENGTHS = (1, 63, 64, 65, 127, 300, 515)

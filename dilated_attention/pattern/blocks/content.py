@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
-from dilated_attention.pattern.blocks.kept_blocks import unpacked
+from dilated_attention.pattern.blocks.block_lists import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow
 from dilated_attention.pattern.checks import check_bool, check_number, one_of, shown
@@ -122,7 +122,8 @@ class TopBlocks(BlockPattern):
             )
 
     def _arguments(self) -> dict[str, Any]:
-        return {described.metadata.get("argument", described.name): getattr(self, described.name) for described in dataclasses.fields(self)}
+        fields = [field for field in dataclasses.fields(self) if field.init]
+        return {field.metadata.get("argument", field.name): getattr(self, field.name) for field in fields}
 
     def __repr__(self) -> str:
         given = self._arguments()
