@@ -151,7 +151,7 @@ def test_big_bird_adds_random_blocks_that_nothing_else_reaches() -> None:
         return [{*column[(group == head) & (rows == row)].tolist()} for row in range(40)]
 
     near = columns(GlobalLocal(200, 128), 0)
-    for number in (1, 3, 8, 100):
+    for number in (1, 3, 8, 100, 2**62):
         for head in range(2):
             drawn = columns(BigBird(200, 128, number, seed=3), head)
             assert all(a <= b and len(b) - len(a) == min(number, 40 - len(a)) for a, b in zip(near, drawn, strict=True))
@@ -173,13 +173,11 @@ def test_draws_are_those_of_any_process(pattern: BlockPattern, columns: str) -> 
 
 @pytest.mark.parametrize("name", ALL_SIMPLE)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_pairs_and_density_are_exact(name: str, is_causal: bool) -> None:
+def test_pairs_are_exact(name: str, is_causal: bool) -> None:
     for n in (0, *LENGTHS):
         pattern = simple_patterns(n, (128, 64))[name]
         wanted = int(pattern.dense_mask(n, n, HEADS, is_causal=is_causal).sum())
         assert pattern.pairs(n, HEADS, is_causal=is_causal) == wanted
-        assert pattern.density(n, HEADS, is_causal=is_causal) == (wanted / (HEADS * n * n) if n else 0.0)
-        assert pattern.flops(n, HEADS, 64, is_causal=is_causal) == (256 * wanted, 640 * wanted)
 
 
 def test_pairs_of_long_sequences_in_closed_form() -> None:
@@ -233,9 +231,7 @@ def test_specs_copies_and_pickles(name: str) -> None:
 @settings(max_examples=40)
 def test_specs_of_compositions(pattern: BlockPattern) -> None:
     assert pattern_from_spec(pattern.spec()) == pattern
-
-
-def test_spec_is_json() -> None:
+    # configurations of models hold them
     assert LocalWindow(3).spec() == '{"pattern":"LocalWindow","block_size":[128,128],"window":[3,3]}'
 
 

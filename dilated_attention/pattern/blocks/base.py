@@ -54,16 +54,10 @@ class Grid:
     k_block: int
     first_row: int
     last_row: int
+    # of the requested rows, and of all columns
+    num_rows: int
+    num_columns: int
     device: torch.device
-
-    @property
-    def num_columns(self) -> int:
-        return -(-self.num_positions // self.k_block)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of requested rows."""
-        return self.last_row - self.first_row
 
     @property
     def whole_rows(self) -> int:
@@ -293,11 +287,12 @@ class BlockPattern(Pattern):
         return composite.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
-        last = -(-checked_positions(num_positions) // self.q_block)
+        last, columns = (-(-checked_positions(num_positions) // size) for size in (self.q_block, self.k_block))
         first_row, last_row = (0, last) if rows is None else rows
         if not 0 <= first_row <= last_row <= last:
             raise ValueError(f"rows is {rows}; expected 0 ≤ first ≤ last ≤ {last}, the query blocks of {num_positions} positions")
-        return Grid(num_positions, self.q_block, self.k_block, first_row, last_row, torch.device(device))
+        sizes = first_row, last_row, last_row - first_row, columns
+        return Grid(num_positions, self.q_block, self.k_block, *sizes, torch.device(device))
 
     def resolved(self, num_positions: int, num_heads: int, is_causal: bool = False) -> tuple[BlockPattern, tuple[int, ...]]:
         """Returns the pattern for this number of positions, and the heads that have lists of their own: head 0 alone if all share one.

@@ -142,30 +142,25 @@ class TopBlocks(BlockPattern):
     def _with(self, always: BlockPattern | None, within: BlockPattern | None) -> TopBlocks:
         return TopBlocks(**self._arguments() | {"always": always, "within": within})
 
-    def __or__(self, other: BlockPattern) -> BlockPattern:
+    def _joined(self, name: str, other: Any) -> BlockPattern:
         if not isinstance(other, BlockPattern):
             return NotImplemented
-        self._refuse_chosen(other, "|")
+        if other.is_chosen:
+            raise ValueError(
+                f"{self!r} {'|' if name == 'Union' else '&'} {other!r}: both are chosen by content; at most one of them can be, raise its "
+                "density instead"
+            )
         always = self.always
+        if name == "Intersection":
+            return self._with(None if always is None else always & other, other if self.within is None else self.within & other)
         if always is None and not self.near:
             # the row's own blocks are those on the diagonal
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within
         return self._with(other if always is None else always | other, self.within)
 
-    def __and__(self, other: BlockPattern) -> BlockPattern:
-        if not isinstance(other, BlockPattern):
-            return NotImplemented
-        self._refuse_chosen(other, "&")
-        return self._with(None if self.always is None else self.always & other, other if self.within is None else self.within & other)
-
-    __ror__, __rand__ = __or__, __and__
-
-    def _refuse_chosen(self, other: BlockPattern, sign: str) -> None:
-        if other.is_chosen:
-            raise ValueError(
-                f"{self!r} {sign} {other!r}: both are chosen by content; at most one of them can be, raise its density instead"
-            )
+    # of a static pattern with this one: | and & are the same both ways
+    __ror__, __rand__ = BlockPattern.__or__, BlockPattern.__and__
 
     def choose(
         self,

@@ -118,8 +118,7 @@ class Document(IntervalPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lengths = as_int_tuple("lengths", self.lengths)
-        self._set(lengths=tuple(as_int(f"lengths[{i}]", length, minimum=0) for i, length in enumerate(lengths)))
+        self._set(lengths=as_int_tuple("lengths", self.lengths, minimum=0, maximum=MAX_LENGTH))
 
     def check(self, num_positions: int, num_heads: int) -> None:
         if sum(self.lengths) != num_positions:
