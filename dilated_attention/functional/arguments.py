@@ -264,10 +264,6 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     # is_autocast_enabled raises for a device without autocast, such as meta
     if not isinstance(q, torch.Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
-
-    def cast(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64:
-            return x.to(torch.get_autocast_dtype(x.device.type))
-        return x
-
-    return cast(q), cast(k), cast(v)
+    casts = [isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64 for x in (q, k, v)]
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple([x.to(dtype) if cast else x for x, cast in zip((q, k, v), casts, strict=True)])

@@ -31,11 +31,7 @@ class Pattern(ABC):
 
     def density(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """Returns ``pairs`` divided by the pairs of dense full attention, H·N². A pair that is computed twice counts twice."""
-        num_positions = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
-        num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
-        if not num_positions:
-            return 0.0
-        return self.pairs(num_positions, num_heads, is_causal=is_causal) / (num_heads * num_positions**2)
+        return self.pairs(num_positions, num_heads, is_causal=is_causal) / max(num_heads * num_positions**2, 1)
 
     def flops(self, num_positions: int, num_heads: int, head_dim: int, *, is_causal: bool = False) -> tuple[int, int]:
         """Returns the floating-point operations of one sequence, (forward, backward): 4·D and 10·D per pair.
@@ -71,7 +67,7 @@ def cell_pairs(pattern: Any, num_positions: int, num_heads: int, cell: int, *, i
         )
     if num_positions > _MOST_POSITIONS:
         raise ValueError(f"num_positions is {num_positions:,}; each one is examined, expected at most {_MOST_POSITIONS:,}")
-    if num_positions <= _DENSE_POSITIONS or cell == 1 or not hasattr(pattern, "long_cell_pairs"):
+    if num_positions <= _DENSE_POSITIONS or cell == 1:
         mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal).long()
         mask = torch.nn.functional.pad(mask, (0, cells * cell - num_positions) * 2)
         return mask.view(num_heads, cells, cell, cells, cell).sum((2, 4))

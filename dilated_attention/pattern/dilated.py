@@ -208,13 +208,12 @@ class DilatedPattern(Pattern):
 
     def keys_per_query(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """Returns the mean number of keys, with multiplicity, over all heads and queries: ``pairs / (H·N)``."""
-        rows = num_positions * num_heads
-        return self.pairs(num_positions, num_heads, is_causal=is_causal) / rows if rows else 0.0
+        return self.pairs(num_positions, num_heads, is_causal=is_causal) / max(num_heads * num_positions, 1)
 
     def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask."""
         distinct, _ = distinct_pairs(self, num_positions, num_heads, is_causal=is_causal)
-        return distinct / (num_heads * num_positions**2) if num_positions else 0.0
+        return distinct / max(num_heads * num_positions**2, 1)
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
         """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""

@@ -239,10 +239,6 @@ class BlockPattern(Pattern):
         block = grid.block(row, column)
         return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
 
-    def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        """Returns ``allowed`` of pairs in blocks that ``classify`` calls PARTIAL, which some patterns compute faster."""
-        return self.allowed(queries, keys, heads, num_positions)
-
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
         return float(grid.num_columns)

@@ -295,7 +295,7 @@ def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column:
     bits, pairs = [], []
     for part in grid.parts(row.shape[0]):
         queries, keys = grid.positions(row[part], column[part])
-        kept = pattern.allowed_in_partial(queries, keys, head[part, None, None], grid.num_positions)
+        kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
         kept = kept & (queries < grid.num_positions) & (keys < grid.num_positions)
         bits.append(packed(kept))
         pairs.append(kept.sum((1, 2)))

@@ -196,7 +196,7 @@ class TopBlocks(BlockPattern):
         Raises:
             ValueError: it does: with ``mass``, ``always`` or ``within``, or because a shorter last block may be chosen or not.
         """
-        self.check(num_positions, num_heads)
+        self.resolved(num_positions, num_heads)
         if self.mass is not None or self.always is not None or self.within is not None:
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
         # any tensors keep as many, these those of the lowest numbers

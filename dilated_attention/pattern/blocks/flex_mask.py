@@ -238,39 +238,35 @@ class MaskFunction(BlockPattern):
         return 4.0 * grid.num_columns
 
 
-class _Sources(TorchDispatchMode):
-    """Follows, storage by storage, which of a function's arguments a tensor may depend on: bit i is set for argument i."""
+class _Reads(TorchDispatchMode):
+    """Notes which of a function's arguments it reads, themselves or a view of them: bit i of ``bits`` is set for argument i."""
 
     def __init__(self, arguments: list[Tensor]) -> None:
         super().__init__()
-        self.bits = {x.untyped_storage()._cdata: 1 << i for i, x in enumerate(arguments)}
-        self.alive = [*arguments]  # no address serves a second storage
+        self.arguments, self.bits = {x.untyped_storage()._cdata: 1 << i for i, x in enumerate(arguments)}, 0
 
     def of(self, values: Any) -> int:
-        each = (self.bits.get(x.untyped_storage()._cdata, 0) for x in tree_leaves(values) if isinstance(x, Tensor))
+        each = (self.arguments.get(x.untyped_storage()._cdata, 0) for x in tree_leaves(values) if isinstance(x, Tensor))
         return functools.reduce(operator.or_, each, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        bits = 0 if func in _VALUE_FREE else self.of((args, kwargs))
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if bits and not made:
-            raise TypeError(f"{func} takes a number out of a tensor, on which the rest of the function may depend")
-        self.alive += made
-        for x in made:
-            self.bits[x.untyped_storage()._cdata] = self.of(x) | bits
+        out, bits = func(*args, **(kwargs or {})), self.of((args, kwargs))
+        # a view alone reads nothing
+        if bits and func not in _VALUE_FREE and not self.of(out):
+            # on a number taken out of a tensor, all that follows may depend
+            self.bits |= bits if any(isinstance(x, Tensor) for x in tree_leaves(out)) else -1
         return out
 
 
 def reads_of(fn: MaskMod) -> tuple[bool, bool]:
-    """Returns whether the result of ``fn`` may depend on the batch entry, and on the head: followed through one call for one pair."""
+    """Returns whether ``fn`` reads the batch entry, and the head, in one call for one pair."""
     # a function may hold tensors of a GPU
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
         try:
-            with _Sources(arguments) as sources:
-                bits = sources.of(fn(*arguments))
-            return bool(bits & 1), bool(bits & 2)
+            with _Reads(arguments) as reads:
+                fn(*arguments)
+            return bool(reads.bits & 1), bool(reads.bits & 2)
         except Exception:  # noqa: BLE001  whatever a user's function raises
             continue
     # no call for one pair works, so nothing is known

@@ -267,13 +267,11 @@ class BigBird(GlobalLocal):
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         grid = self.grid(num_positions, device=queries.device)
         kept, column = super().allowed(queries, keys, heads, num_positions), keys // self.k_block
-        for drawn in self.draws(grid, heads, queries // self.q_block).unbind(-1) if self.random_blocks else ():
+        for drawn in self.draws(grid, heads, queries // self.q_block).unbind(-1):
             kept = kept | (drawn == column)
         return kept
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        if not self.random_blocks or not num_positions:
-            return super().mask_mod(num_positions, num_heads, device)
         grid = self.grid(num_positions, device=device)
         drawn = self.draws(grid, grid.range(0, num_heads)[:, None], grid.rows()[None]).to(torch.int32)
 
@@ -286,14 +284,8 @@ class BigBird(GlobalLocal):
 
         return mask_mod
 
-    def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        # a drawn block is kept whole
-        return super().allowed(queries, keys, heads, num_positions)
-
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        blocks = _, row, column = super().columns(grid, heads)
-        if not self.random_blocks:
-            return blocks
+        _, row, column = super().columns(grid, heads)
         group, rows = grid.range(0, len(heads))[:, None], grid.rows()
         shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
         draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
@@ -303,8 +295,6 @@ class BigBird(GlobalLocal):
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key = super().classify(grid, head, row, column)
-        if not self.random_blocks:
-            return state, key
         # nothing else reaches a drawn block
         outside = (state == ABSENT).nonzero()[:, 0]
         # blocks of one row are consecutive, so the draws of a row are made once
