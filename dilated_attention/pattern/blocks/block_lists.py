@@ -103,7 +103,7 @@ class BlockLists:
     @cached_property
     def nbytes(self) -> int:
         tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return sum(x.nbytes for x in tensors)
 
     @cached_property
     def fills_every_row(self) -> bool:
@@ -327,23 +327,16 @@ def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
         num_masks = kept.bits.shape[0]
         block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
         row, column = divided(block, grid.num_columns)
-    beyond, step = grid.num_positions + 1, PAIRS_AT_ONCE // grid.q_block
+    # of each block, its queries and its first key; there are few: a block is cut by an end of an interval
+    query, start = row[:, None] * grid.q_block + grid.range(0, grid.q_block), column[:, None] * grid.k_block
+    first, last, count = first[mask], last[mask], count[mask]
+    beyond = grid.num_positions + 1
     low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
     high = torch.full_like(low, -1)
-
-    def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the queries, the first key and the masks of some blocks at a time."""
-        for i in range(0, row.shape[0], step):
-            query = row[i : i + step, None] * grid.q_block + grid.range(0, grid.q_block)
-            yield query, column[i : i + step, None] * grid.k_block, mask[i : i + step]
-
-    for query, start, number in parts():
-        no_keys = count[number] == 0
-        low.scatter_reduce_(0, query.flatten(), torch.where(no_keys, beyond, start + first[number]).flatten(), "amin")
-        high.scatter_reduce_(0, query.flatten(), torch.where(no_keys, -1, start + last[number]).flatten(), "amax")
+    low.scatter_reduce_(0, query.flatten(), torch.where(count == 0, beyond, start + first).flatten(), "amin")
+    high.scatter_reduce_(0, query.flatten(), torch.where(count == 0, -1, start + last).flatten(), "amax")
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
-    for query, start, number in parts():
-        inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
-        if bool((inside.clamp(min=0) != count[number]).any()):
-            return None
+    inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
+    if bool((inside.clamp(min=0) != count).any()):
+        return None
     return low[: kept.num_queries], high[: kept.num_queries]
