@@ -279,25 +279,17 @@ def checked_pattern(pattern: Any) -> BlockPattern:
             "pattern is a BlockMask inside a compiled function, where its lists cannot be read; convert it outside: "
             "dilated_attention.pattern.from_block_mask(block_mask)"
         )
+    tables = pattern.kv_num_blocks, pattern.kv_indices, pattern.full_kv_num_blocks, pattern.full_kv_indices
+    now = [pattern.mask_mod, *map(_state, tables)]
     before, known = _converted.get(pattern, (None, None))
-    now = [getattr(pattern, name) for name in _TABLES]
-    if known is None or before is None or before[0] is not pattern.mask_mod or not all(map(_is_same, before[1:], now)):
+    if known is None or before != now:
         known = from_block_mask(pattern)
-        _converted[pattern] = [pattern.mask_mod, *map(_copied, now)], known
+        _converted[pattern] = now, known
     return known
 
 
-_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-
-
-def _copied(table: torch.Tensor | None) -> Any:
-    """Returns what ``_is_same`` compares: on the CPU the values, on a GPU, for whose values the host would wait, place and version."""
+def _state(table: torch.Tensor | None) -> Any:
+    """Returns what tells that a table was written: on the CPU its values; on a GPU, for which the host would wait, place and version."""
     if table is None or table.device.type == "cpu":
-        return None if table is None else table.clone()
+        return None if table is None else table.numpy().tobytes()
     return table.data_ptr(), 0 if table.is_inference() else table._version
-
-
-def _is_same(before: Any, table: torch.Tensor | None) -> bool:
-    if table is None or table.device.type != "cpu":
-        return before == _copied(table)  # type: ignore[no-any-return]
-    return isinstance(before, torch.Tensor) and torch.equal(before, table)
