@@ -200,8 +200,8 @@ class GlobalLocal(LocalWindow):
         return min(super().cost(grid) + 2 * (self.global_tokens / grid.k_block + 1), grid.num_columns)
 
     def causal(self) -> BlockPattern:
-        assert isinstance(self.window, tuple)
-        return BlockPattern.causal(GlobalLocal((self.window[0], 0), self.global_tokens, block_size=self.block_size))
+        # neither global positions nor draws are those of a narrower window
+        return BlockPattern.causal(self)
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         return None if self.global_tokens or self.per_head else super().interval(positions, num_positions)
@@ -305,7 +305,3 @@ class BigBird(GlobalLocal):
 
     def cost(self, grid: Grid) -> float:
         return min(super().cost(grid) + self.random_blocks, grid.num_columns)
-
-    def causal(self) -> BlockPattern:
-        # the draws depend on the whole window
-        return BlockPattern.causal(self)
