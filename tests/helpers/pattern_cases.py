@@ -76,6 +76,13 @@ def compositions(num_positions: int, block_size: int | tuple[int, int]) -> st.Se
     return some_patterns(HEADS, num_positions, block, any_length=False)
 
 
+def listed(pattern: BlockPattern, num_positions: int, num_heads: int = HEADS, is_causal: bool = False) -> tuple[torch.Tensor, ...]:
+    """Heads, rows and columns of the kept blocks, and which of them are kept whole."""
+    resolved, heads = pattern.resolved(num_positions, num_heads, is_causal)
+    blocks, full, _ = resolved.entries(resolved.grid(num_positions), heads)
+    return *blocks, full
+
+
 def expanded(lists: BlockLists, num_heads: int) -> torch.Tensor:
     """bool (num_heads, num_queries, num_keys): the pairs that lists keep."""
     tiles = torch.ones(lists.num_entries, lists.q_block, lists.k_block, dtype=torch.bool)

@@ -35,7 +35,7 @@ from dilated_attention.pattern import (
     with_sparsity,
 )
 from dilated_attention.pattern.blocks.compose import KINDS
-from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, lattice, simple_patterns
+from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, lattice, listed, simple_patterns
 
 ALL_SIMPLE = sorted(simple_patterns(64, 64))
 
@@ -49,13 +49,6 @@ def blocks_of(pattern: BlockPattern, n: int, head: int = 0, heads: int = HEADS) 
         assert all(bool(tile.all()) or not bool(tile.any()) for tile in kept)
         found.append([column for column, tile in enumerate(kept) if tile.any()])
     return found
-
-
-def listed(pattern: BlockPattern, n: int, heads: int = HEADS) -> tuple[torch.Tensor, ...]:
-    """Heads, rows and columns of the kept blocks, and which of them are kept whole."""
-    resolved, own_lists = pattern.resolved(n, heads)
-    blocks, full, _ = resolved.entries(resolved.grid(n), own_lists)
-    return *blocks, full
 
 
 def own(row: int, n: int, q_block: int, k_block: int) -> list[int]:
