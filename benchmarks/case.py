@@ -19,7 +19,7 @@ import torch
 
 import dilated_attention as da
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, RandomBlocks, TopBlocks
-from dilated_attention.pattern.blocks.kept_blocks import count_pairs
+from dilated_attention.pattern.blocks.block_lists import count_pairs
 
 Pattern = DilatedPattern | BlockPattern
 # rows drawn at a time: float32 noise for a whole large tensor would need twice its memory

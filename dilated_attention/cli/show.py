@@ -13,9 +13,9 @@ from dilated_attention.cli.common import add_command, add_pattern, count, gib, p
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.parsing import UsageError, size
 from dilated_attention.pattern import BlockPattern, DilatedPattern, Pattern
+from dilated_attention.pattern.base import cell_pairs, cell_size, cell_sizes, draw
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.pattern.dilated import distinct_pairs
-from dilated_attention.pattern.drawing import cell_pairs, cell_size, cell_sizes, draw
 
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256

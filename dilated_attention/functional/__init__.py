@@ -1,6 +1,5 @@
 """The functional API. Tensors are (B, N, H, D); where several processes share a sequence, each holds its shard (B, n, H, D)."""
 
-from dilated_attention.functional.bias import Alibi, Distance
 from dilated_attention.functional.calls import (
     attention,
     block_sparse_attention,
@@ -13,7 +12,16 @@ from dilated_attention.functional.calls import (
 )
 from dilated_attention.functional.decode import decode_attention, explain_decode
 from dilated_attention.functional.maps import attention_map, attention_received
-from dilated_attention.functional.options import BranchOptions, CallOptions, LocalOptions, MapOptions, RingOptions, ScoreOptions
+from dilated_attention.functional.options import (
+    Alibi,
+    BranchOptions,
+    CallOptions,
+    Distance,
+    LocalOptions,
+    MapOptions,
+    RingOptions,
+    ScoreOptions,
+)
 
 __all__ = [
     "Alibi",

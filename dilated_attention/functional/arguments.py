@@ -22,8 +22,7 @@ from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.engine.ops.resolve import find, remember, resolve
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
-from dilated_attention.functional.bias import bias_tensors, check_bias
-from dilated_attention.functional.options import Options, check_names
+from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
@@ -94,7 +93,8 @@ def attend(
     coordinates, slopes = (None, None) if bias is None else bias_tensors(bias, q, k)
     if cu_seqlens is not None:
         cu_seqlens = own_bounds(cu_seqlens, eager=eager)
-    seed = draw_seed(settings.dropout_p) if settings.dropout_p else None
+    # from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
+    seed = torch.randint(2**62, (), dtype=torch.int64) if settings.dropout_p else None
     chosen = None
     if blocks is not None and blocks.is_chosen:
         chosen = choose_blocks_op(
@@ -158,12 +158,10 @@ def checked_settings(
     is_sharded: bool = False,
 ) -> CallSettings:
     """Checks all arguments of a call, named as in ``attend``, and returns its record."""
-    sharding, seq_len = checked_sharding(q, k, v, options) if is_sharded else ((), 0)
     check.check_tensors(q, k, v)
     if blocks is not None:
         blocks.check_batch(q.shape[0])
-    if sharding:
-        check.check_rows(q, k)
+    sharding, seq_len = checked_sharding(q, k, options, blocks) if is_sharded else ((), 0)
     of_branches = options.head_offsets, options.branch_heads, options.tail
     plain = None if branches is None else checked_branches((*branches, *of_branches), q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
@@ -216,9 +214,12 @@ def place_in(group_name: str) -> tuple[int, int]:
 place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def checked_sharding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[tuple[Any, ...], int]:
-    """Checks the options, and returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
-    layout_name(options.layout)
+def checked_sharding(q: torch.Tensor, k: torch.Tensor, options: Options, blocks: BlockPattern | None) -> tuple[tuple[Any, ...], int]:
+    """Checks what sharded calls have in addition, and returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
+    if blocks is None:
+        layout_name(options.layout)
+    else:
+        check_ring_blocks(blocks, options.layout)
     exchange = options.exchange
     one_of("exchange", exchange, ("auto", *EXCHANGES))
     if options.ranks_per_node is not None:
@@ -228,38 +229,27 @@ def checked_sharding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
     sharding = options.group, options.layout, exchange, check.check_timeout(options.timeout), lse_grad, steps
     seq_len = -1 if options.seq_len is None else as_int("seq_len", options.seq_len, minimum=0)
     if exchange == "all_to_all":
-        check.check_tensors(q, k, v)
         reason = why_no_heads(q.shape[2], k.shape[2], place_in(options.group)[1], options.branch_heads)
         if reason is not None:
             raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
+    check.check_rows(q, k)
     return sharding, seq_len
 
 
-def checked_ring_pattern(pattern: BlockPattern) -> BlockPattern:
-    """Returns the block pattern if shapes alone determine it; raises otherwise."""
+def check_ring_blocks(pattern: BlockPattern, layout: Any) -> None:
+    """Refuses a pattern that shapes alone do not determine, and a layout whose processes do not hold runs of positions."""
     if pattern.is_chosen:
         raise ValueError(
             f"pattern is {pattern!r}, which is chosen by content; the processes of a ring find what to exchange from the pattern alone: "
             "use a pattern that is determined by shapes, or block_sparse_attention on one process"
         )
-    return pattern
-
-
-def checked_block_layout(layout: Any) -> str:
-    """Returns the name of a layout whose processes hold runs of positions; raises for other layouts."""
     if isinstance(layout, str) and layout == "striped":
         raise ValueError(
             "layout is 'striped', which spreads every block over all processes, so that each would need all keys; use 'contiguous', "
             "'zigzag' or balanced_layout(pattern, seq_len, world_size)"
         )
     # the layouts with a one-word name
-    return layout_name(layout, ("contiguous", "zigzag"))
-
-
-def draw_seed(dropout_p: float) -> torch.Tensor | None:
-    """Draws the dropout seed of a call."""
-    # from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
-    return torch.randint(2**62, (), dtype=torch.int64) if dropout_p > 0 else None
+    layout_name(layout, ("contiguous", "zigzag"))
 
 
 def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
@@ -274,10 +264,6 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     # is_autocast_enabled raises for a device without autocast, such as meta
     if not isinstance(q, torch.Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
-
-    def cast(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64:
-            return x.to(torch.get_autocast_dtype(x.device.type))
-        return x
-
-    return cast(q), cast(k), cast(v)
+    casts = [isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64 for x in (q, k, v)]
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple([x.to(dtype) if cast else x for x, cast in zip((q, k, v), casts, strict=True)])

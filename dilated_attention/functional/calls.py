@@ -16,7 +16,7 @@ from dilated_attention.distributed.ring_pass import (
     ring_block_sparse_dilated_attention_op,
 )
 from dilated_attention.distributed.sharding.layout import Layout
-from dilated_attention.functional.arguments import DENSE, attend, branches_of, checked_block_layout, checked_ring_pattern
+from dilated_attention.functional.arguments import DENSE, attend, branches_of
 from dilated_attention.functional.options import LocalBranchOptions, LocalOptions, RingBranchOptions, RingOptions, shows_options
 from dilated_attention.pattern import BlockPattern, from_block_mask
 from dilated_attention.pattern.checks import shown
@@ -232,9 +232,8 @@ def ring_block_sparse_attention(
     ...     q, k, v, pattern, group=group, layout=layout, seq_len=seq_len,
     ...     is_causal=True)
     """
-    layout, pattern = checked_block_layout(layout), checked_ring_pattern(checked_pattern(pattern))
     return attend(
-        "ring_block_sparse_attention", options, q, k, v, None, pattern, ring_block_sparse_attention_op,
+        "ring_block_sparse_attention", options, q, k, v, None, checked_pattern(pattern), ring_block_sparse_attention_op,
         layout=layout, exchange="all_gather", head_steps=head_steps,
     )  # fmt: skip
 
@@ -260,9 +259,8 @@ def ring_block_sparse_dilated_attention(
     ...     q, k, v, [2048, 8192], [1, 4], BigBird(256, 64, 3),
     ...     mesh=mesh["cp"], seq_len=N)
     """
-    layout, pattern = checked_block_layout(layout), checked_ring_pattern(checked_pattern(pattern))
     return attend(
-        "ring_block_sparse_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), pattern,
+        "ring_block_sparse_dilated_attention", options, q, k, v, branches_of(segment_lengths, dilation_rates), checked_pattern(pattern),
         ring_block_sparse_dilated_attention_op, layout=layout, exchange="all_gather", head_steps=head_steps,
     )  # fmt: skip
 
@@ -281,25 +279,17 @@ def checked_pattern(pattern: Any) -> BlockPattern:
             "pattern is a BlockMask inside a compiled function, where its lists cannot be read; convert it outside: "
             "dilated_attention.pattern.from_block_mask(block_mask)"
         )
+    tables = pattern.kv_num_blocks, pattern.kv_indices, pattern.full_kv_num_blocks, pattern.full_kv_indices
+    now = [pattern.mask_mod, *map(_state, tables)]
     before, known = _converted.get(pattern, (None, None))
-    now = [getattr(pattern, name) for name in _TABLES]
-    if known is None or before is None or before[0] is not pattern.mask_mod or not all(map(_is_same, before[1:], now)):
+    if known is None or before != now:
         known = from_block_mask(pattern)
-        _converted[pattern] = [pattern.mask_mod, *map(_copied, now)], known
+        _converted[pattern] = now, known
     return known
 
 
-_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-
-
-def _copied(table: torch.Tensor | None) -> Any:
-    """Returns what ``_is_same`` compares: on the CPU the values, on a GPU, for whose values the host would wait, place and version."""
+def _state(table: torch.Tensor | None) -> Any:
+    """Returns what tells that a table was written: on the CPU its values; on a GPU, for which the host would wait, place and version."""
     if table is None or table.device.type == "cpu":
-        return None if table is None else table.clone()
+        return None if table is None else table.numpy().tobytes()
     return table.data_ptr(), 0 if table.is_inference() else table._version
-
-
-def _is_same(before: Any, table: torch.Tensor | None) -> bool:
-    if table is None or table.device.type != "cpu":
-        return before == _copied(table)  # type: ignore[no-any-return]
-    return isinstance(before, torch.Tensor) and torch.equal(before, table)

@@ -14,13 +14,13 @@ from typing_extensions import Unpack
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.functional import attention_map, attention_received
-from dilated_attention.functional.arguments import checked_block_layout, checked_ring_pattern
+from dilated_attention.functional.arguments import check_ring_blocks
 from dilated_attention.functional.calls import checked_pattern
 from dilated_attention.functional.options import KEYWORDS, BranchOptions, check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.options import DEFAULTS, BlockOptions, LocalArguments, RingArguments
 from dilated_attention.pattern import BlockPattern, DilatedPattern, with_sparsity
-from dilated_attention.pattern.blocks.density import KINDS
+from dilated_attention.pattern.blocks.compose import KINDS
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_number, one_of, shown
 
 # what a module shows of itself where it differs from the default, in this order
@@ -233,8 +233,7 @@ class RingModule(Attention):
     def __init__(self, name: str, options: Mapping[str, Any], *patterns: Any) -> None:
         super().__init__(name, options, *patterns)
         if self._blocks is not None:
-            checked_ring_pattern(self._blocks)
-            checked_block_layout(options.get("layout", "contiguous"))
+            check_ring_blocks(self._blocks, options.get("layout", "contiguous"))
             steps = options.get("head_steps")
             self.head_steps = None if steps is None else as_int("head_steps", steps, minimum=1)
         self.ring = RingSettings.of(options)

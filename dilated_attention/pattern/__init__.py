@@ -2,18 +2,13 @@
 
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.blocks.base import BlockPattern, pattern_from_spec
-from dilated_attention.pattern.blocks.compose import Intersection, PerHead, Union
+from dilated_attention.pattern.blocks.compose import Intersection, PerHead, Sparsity, Union, with_sparsity
 from dilated_attention.pattern.blocks.content import ChosenBlocks, TopBlocks
-from dilated_attention.pattern.blocks.density import Sparsity, with_sparsity
-from dilated_attention.pattern.blocks.flex_mask import from_block_mask, to_block_mask
-from dilated_attention.pattern.blocks.function import MaskFunction
-from dilated_attention.pattern.blocks.global_tokens import BigBird, GlobalLocal
-from dilated_attention.pattern.blocks.random import RandomBlocks
-from dilated_attention.pattern.blocks.whole_blocks import Axial, BlockTensor, DilatedBlocks, Strided
-from dilated_attention.pattern.blocks.window import Causal, Document, LocalWindow
+from dilated_attention.pattern.blocks.flex_mask import MaskFunction, from_block_mask, to_block_mask
+from dilated_attention.pattern.blocks.whole_blocks import Axial, BlockTensor, DilatedBlocks, RandomBlocks, Strided
+from dilated_attention.pattern.blocks.window import BigBird, Causal, Document, GlobalLocal, LocalWindow
 from dilated_attention.pattern.checks import MAX_LENGTH
-from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern, HeadOffsets, taken
-from dilated_attention.pattern.geometric import geometric_branches
+from dilated_attention.pattern.dilated import NOT_IN_BRANCH, DilatedPattern, HeadOffsets, geometric_branches, taken
 
 __all__ = [
     "MAX_LENGTH",

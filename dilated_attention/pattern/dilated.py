@@ -1,4 +1,4 @@
-"""LongNet's dilated pattern: branches of segments and dilation rates, with a position offset per head."""
+"""LongNet's dilated pattern: branches of segments and dilation rates, with a position offset per head, and its rule for their lengths."""
 
 from __future__ import annotations
 
@@ -208,13 +208,12 @@ class DilatedPattern(Pattern):
 
     def keys_per_query(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """Returns the mean number of keys, with multiplicity, over all heads and queries: ``pairs / (H·N)``."""
-        rows = num_positions * num_heads
-        return self.pairs(num_positions, num_heads, is_causal=is_causal) / rows if rows else 0.0
+        return self.pairs(num_positions, num_heads, is_causal=is_causal) / max(num_heads * num_positions, 1)
 
     def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
         """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask."""
         distinct, _ = distinct_pairs(self, num_positions, num_heads, is_causal=is_causal)
-        return distinct / (num_heads * num_positions**2) if num_positions else 0.0
+        return distinct / max(num_heads * num_positions**2, 1)
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
         """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
@@ -277,3 +276,37 @@ def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, 
                 itself = is_causal and int((own >= 0).sum()) > i
                 counts[i] += num_equal_heads * size * (int(sizes[shared > i].sum()) + itself)
     return counts[0] // (1 + is_causal), counts[1] // (1 + is_causal)
+
+
+def geometric_branches(length: int, first: int = 2048, growth: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns LongNet's branches for a context (arXiv 2307.02486, section 2.2): w_i = first · growth^i, r_i = w_i // first.
+
+    The last segment is the context itself, w = length with r = length // first, so that positions at any distance can see each other. A
+    query that a branch takes has w / r ≈ ``first`` keys in it: exactly ``first`` where w is a multiple of it, else fewer than 2·first. A
+    head takes every r-th position, so a branch costs first / r keys per query and head in the mean (half if causal), and all of them
+    together about first · growth / (growth − 1), 4/3 · first: the same for every context, but for those below 2 · first, whose branches
+    are both dense.
+
+    Args:
+        length: positions of the context, ≥ 1.
+        first: the shortest segment, which is attended densely, ≥ 1; a shorter context is one dense branch.
+        growth: from one segment to the next, ≥ 2.
+
+    Returns:
+        (segment_lengths, dilation_rates), for ``DilatedPattern`` and everything that takes branches.
+
+    Raises:
+        ValueError, TypeError: if a number is not an integer of its range.
+
+    >>> geometric_branches(65536)
+    ((2048, 8192, 32768, 65536), (1, 4, 16, 32))
+    """
+    length, first = as_int("length", length, minimum=1), as_int("first", first, minimum=1)
+    growth = as_int("growth", growth, minimum=2)
+    segments = []
+    segment = first
+    while segment < length:
+        segments.append(segment)
+        segment *= growth
+    segments.append(length)
+    return tuple(segments), tuple(max(1, w // first) for w in segments)

@@ -10,7 +10,7 @@ import torch
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.pattern import BlockPattern, Intersection, MaskFunction, PerHead, Sparsity, Union
 from dilated_attention.pattern.blocks.base import FULL, PARTIAL, head_of, state_of
-from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
+from dilated_attention.pattern.blocks.block_lists import kept_blocks
 
 # the most blocks that are listed to count pairs, and to size lists; counts of longer sequences come from a sample
 MOST_BLOCKS, MOST_FOR_SIZE = 2**18, 2**13

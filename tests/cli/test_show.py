@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention.cli import main
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, Pattern, with_sparsity
-from dilated_attention.pattern.drawing import cell_pairs, cell_size, cell_sizes
+from dilated_attention.pattern.base import cell_pairs, cell_size, cell_sizes
 
 Capture = pytest.CaptureFixture[str]
 DILATED = "dilated --segment-lengths 16 32 --dilation-rates 1 2"

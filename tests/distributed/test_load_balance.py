@@ -16,6 +16,7 @@ from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.load_balance import DENSE, pairs_of
 from dilated_attention.pattern import BigBird, BlockPattern, Causal, Document, LocalWindow, RandomBlocks, Strided, TopBlocks
+from tests.helpers.pattern_cases import listed
 
 CPU = torch.device("cpu")
 N = 131072
@@ -70,8 +71,8 @@ def test_pairs_of_blocks_are_those_of_the_lists(pattern: BlockPattern, is_causal
     rows, documents = [], list(itertools.pairwise([0, 500, 501, 650, 1300]))
     for start, end in documents:
         length = end - start
-        entries = (pattern.at(length).causal() if is_causal else pattern.at(length)).entries(length, 3)
-        blocks = torch.bincount(entries.row, minlength=-(-length // pattern.q_block)) / entries.num_groups
+        _, row, *_ = listed(pattern, length, 3, is_causal)
+        blocks = torch.bincount(row, minlength=-(-length // pattern.q_block)) / (3 if pattern.per_head else 1)
         rows.append(blocks.double().repeat_interleave(pattern.q_block)[:length] * pattern.k_block)
     torch.testing.assert_close(pairs_of(pattern, documents, 3, is_causal=is_causal, device=CPU), torch.cat(rows), check_dtype=False)
 
@@ -163,7 +164,7 @@ def test_layouts_of_blocks_are_even_and_of_few_runs(pattern: BlockPattern, n: in
     if kind != "any":
         assert layout.imbalance <= 1.02
         # by the definition: pairs of kept blocks, here all of 128
-        rows = pattern.entries(n, 1).row if not is_causal else pattern.at(n).causal().entries(n, 1).row
+        _, rows, *_ = listed(pattern, n, 1, is_causal)
         loads = [sum(int(((rows >= a // 128) & (rows < -(-b // 128))).sum()) for a, b in runs) for runs in layout.runs]
         assert n == 0 or max(loads) * world / sum(loads) == pytest.approx(layout.imbalance, rel=0.01)
     longest = max(len(runs) for runs in layout.runs)

@@ -23,7 +23,8 @@ from dilated_attention.pattern import (
     RandomBlocks,
     Strided,
 )
-from dilated_attention.pattern.blocks import base, kept_blocks
+from dilated_attention.pattern.blocks import base
+from dilated_attention.pattern.blocks import block_lists as pattern_lists
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from tests.helpers.largest import Largest
 from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, expanded, expanded_by_interval, lattice, simple_patterns
@@ -78,8 +79,8 @@ def test_compositions(data: st.DataObject, n: int, block_size: int | tuple[int, 
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             clear_block_lists()
-            patch.setattr(kept_blocks, "BLOCKS_AT_ONCE", 10)
-            for owner in (kept_blocks, base):
+            patch.setattr(pattern_lists, "BLOCKS_AT_ONCE", 10)
+            for owner in (pattern_lists, base):
                 patch.setattr(owner, "PAIRS_AT_ONCE", 3 * 128 * 128)
         check(pattern, n, is_causal, first_query=128 if n > 128 and data.draw(st.booleans()) else 0)
         assert pattern.pairs(n, HEADS, is_causal=is_causal) == int(pattern.dense_mask(n, n, HEADS, is_causal=is_causal).sum())

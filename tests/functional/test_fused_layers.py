@@ -146,23 +146,9 @@ def gradients(model: nn.Module, x: torch.Tensor, forced: bool = True) -> list[to
 @pytest.mark.parametrize(
     "changes", [{}, {"ffn": "swiglu", "norm": "rms_norm", "qk_norm": True, "bias": False}, {"sub_norm": False}], ids=str
 )
-def test_a_stack_equals_its_plain_layers_compiled_and_checkpointed_too(changes: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model, x = LongNetEncoder(config(**changes)).to(DEVICE), torch.randn(2, 50, 32, device=DEVICE)
-    found = gradients(model, x)
-    assert error(found, gradients(model, x, forced=False)) < 1e-5
-    torch._dynamo.reset()
-    # its blocks are alike, and compile alike
-    block = model.blocks[0]
-    backend = "aot_eager" if changes else "inductor"
-    assert error(gradients(torch.compile(block, fullgraph=True, backend=backend), x), gradients(block, x)) < 1e-5
-    model.checkpoint_activations = True
-    assert error(gradients(model, x), found) < 1e-6
-
-
-def test_dropout_repeats_under_a_seed_and_a_checkpoint_compiled_too() -> None:
+def test_dropout_repeats_under_a_seed_and_a_checkpoint_compiled_too(changes: dict[str, Any]) -> None:
     x = torch.randn(4, 30, 32, device=DEVICE)
-    model = LongNetEncoder(config(dropout=0.3, drop_path=0.4)).to(DEVICE)
+    model = LongNetEncoder(config(dropout=0.3, drop_path=0.4, **changes)).to(DEVICE)
 
     def run(seed: int, layer: nn.Module = model) -> list[torch.Tensor]:
         torch.manual_seed(seed)
@@ -171,12 +157,16 @@ def test_dropout_repeats_under_a_seed_and_a_checkpoint_compiled_too() -> None:
     first = run(11)
     assert error(run(11), first) == 0 and error(run(12)[:1], first[:1]) > 1e-2
     torch._dynamo.reset()
+    # its blocks are alike, and compile alike
     block = model.blocks[0]
     assert error(run(11, torch.compile(block, fullgraph=True, backend="aot_eager")), run(11, block)) < 5e-6
     model.checkpoint_activations = True
     assert error(run(11), first) < 1e-6
     model.eval()
     assert error(gradients(model, x), gradients(model, x, forced=False)) < 1e-5
+    if not changes:
+        torch._dynamo.reset()
+        assert error(gradients(torch.compile(block, fullgraph=True, backend="inductor"), x), gradients(block, x)) < 1e-5
 
 
 @pytest.mark.parametrize(("dropout", "autocast"), [(0.0, False), (0.25, False), (0.25, True)])
@@ -300,40 +290,6 @@ def test_dropout_and_its_backward_take_one_mask(seed: int, dtype: torch.dtype, m
         assert torch.equal(dx, grad)
         torch.testing.assert_close(dy, (grad.double() * scale).to(dtype))
         torch.testing.assert_close(out, (x.double() + y.double() * scale).to(dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.no_poison
-def test_memory_of_an_encoder_on_a_gpu() -> None:
-    """10 units of (N, E) a block at bfloat16, counted by the allocator, at GigaPath's shape and 8,192 tiles."""
-    N, E, M = 8192, 768, 4
-    shape = config(embed_dim=E, num_layers=M, num_heads=16, ffn_dim=4 * E, segment_lengths=(1024, 5792), dropout=0.25, final_norm=False)
-    model = LongNetEncoder(shape, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(1, N, E, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    model(x).sum().backward()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    y = model(x)
-    assert torch.cuda.memory_allocated() - before <= M * 10.3 * N * E * 2
-    y.sum().backward()
-
-
-@pytest.mark.gpu
-@pytest.mark.no_poison
-def test_a_graph_draws_new_masks() -> None:
-    """The seed is drawn on the device: each replay of a captured step has its own."""
-    x, y = torch.zeros(1000, 64, device="cuda"), torch.ones(1000, 64, device="cuda")
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        add_dropped(x, y, dropout=0.5)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = add_dropped(x, y, dropout=0.5)
-    graph.replay()
-    first = out.clone()
-    graph.replay()
-    assert not torch.equal(first, out)
 
 
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import dilated_attention as da
-from dilated_attention.backends import registry
 from dilated_attention.engine import sinks as engine_sinks
 from dilated_attention.pattern import GlobalLocal
 from tests.helpers.machine import ON_CPU
@@ -148,14 +147,6 @@ def test_a_model_generates_with_sinks() -> None:
         found = model.generate(torch.randint(256, (2, 20)), 12, temperature=0.0)
         for length in range(20, 32):
             assert torch.equal(model(found[:, :length])[:, -1].argmax(-1), found[:, length])
-
-
-def test_who_takes_a_cap_and_who_refuses() -> None:
-    with pytest.raises(da.BackendUnavailable, match="sdpa_cpu: takes no softcap"):
-        da.attention(*tensors()[:3], softcap=0.8, backend="sdpa_cpu")
-    explained = da.explain_backend(softcap=0.8, device="cpu")
-    assert explained.forward == explained.backward == "math"
-    assert [name for name in registry.names() if registry.get(name).capabilities.softcap] == ["flash4", "flash2", "flex", "math"]
 
 
 # ---- kernels, interpreted

@@ -22,9 +22,8 @@ from dilated_attention.pattern import (
     Sparsity,
     Strided,
 )
-from dilated_attention.pattern.blocks.block_lists import BlockLists
-from dilated_attention.pattern.blocks.density import KINDS
-from dilated_attention.pattern.blocks.kept_blocks import unpacked
+from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
+from dilated_attention.pattern.blocks.compose import KINDS
 from tests.helpers.strategies import some_patterns
 
 LENGTHS = (1, 63, 64, 65, 127, 300, 515)
@@ -75,6 +74,13 @@ def compositions(num_positions: int, block_size: int | tuple[int, int]) -> st.Se
     """Unions, intersections and patterns per head, nested."""
     block = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     return some_patterns(HEADS, num_positions, block, any_length=False)
+
+
+def listed(pattern: BlockPattern, num_positions: int, num_heads: int = HEADS, is_causal: bool = False) -> tuple[torch.Tensor, ...]:
+    """Heads, rows and columns of the kept blocks, and which of them are kept whole."""
+    resolved, heads = pattern.resolved(num_positions, num_heads, is_causal)
+    blocks, full, _ = resolved.entries(resolved.grid(num_positions), heads)
+    return *blocks, full
 
 
 def expanded(lists: BlockLists, num_heads: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""DilatedPattern against loops over its definition, and its counts against its mask."""
+"""DilatedPattern against loops over its definition, its counts against its mask, and the branches of a context by LongNet's rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.pattern import NOT_IN_BRANCH
+from dilated_attention.pattern import NOT_IN_BRANCH, geometric_branches
 from dilated_attention.testing import random_case
 
 # Prov-GigaPath's slide encoder: segments of max_wsi_size 262144, 16 heads, TorchScale's offsets
@@ -104,25 +104,6 @@ def test_split_heads() -> None:
     assert pattern.offsets(2) == ((0, none), (none, 1), (none, none), (none, none), (none, none))
 
 
-# --- zero keys -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, 5, 8, 17, 24, 100])
-def test_zero_keys_fill_torchscale_places(n: int) -> None:
-    """Padded to a multiple of w' = min(w, N) and each segment to a multiple of r: every offset of every segment has ceil(w'/r) places."""
-    for length, rate in ((8, 3), (5, 5), (64, 6), (7, 2)):
-        pattern, plain = (DilatedPattern((length,), (rate,), tail=tail) for tail in ("zero_keys", "mask"))
-        width = min(length, n)
-        padded = math.ceil(width / rate) * rate
-        for start in range(0, math.ceil(n / width) * width, width):
-            for offset in range(rate):
-                places = [start + p for p in range(padded) if p % rate == offset]
-                real = [p for p in places if p < min(start + width, n)]
-                if real:
-                    assert pattern.zero_keys(0, n, len(real)) == len(places) - len(real)
-                    assert plain.zero_keys(0, n, len(real)) == 0
-
-
 # --- large N: closed forms must not build masks ------------------------------------------------------------------------------------------
 
 
@@ -146,6 +127,41 @@ def test_a_pattern_is_a_record() -> None:
     for pattern in (random_case(seed).pattern for seed in range(30)):
         for again in (eval(repr(pattern)), pickle.loads(pickle.dumps(pattern)), copy.deepcopy(pattern), dataclasses.replace(pattern)):
             assert again == pattern and hash(again) == hash(pattern)
+
+
+# --- branches of a context -------------------------------------------------------------------------------------------------------------
+
+
+def test_branches_reach_the_length() -> None:
+    assert geometric_branches(16_384, 512) == ((512, 2048, 8192, 16_384), (1, 4, 16, 32))
+    assert geometric_branches(512, 2048) == ((512,), (1,))
+    assert geometric_branches(3000) == ((2048, 3000), (1, 1))
+    assert geometric_branches(100, 10, growth=2) == ((10, 20, 40, 80, 100), (1, 2, 4, 8, 10))
+
+
+@pytest.mark.parametrize("length", [64, 256, 1000, 4096])
+def test_a_query_has_first_keys_in_each_branch_that_takes_it(length: int) -> None:
+    lengths, rates = geometric_branches(length, 64)
+    pattern = DilatedPattern(lengths, rates)
+    # heads for every offset
+    heads = max(rates)
+    for keys, (w, r) in zip(pattern.branch_pairs(length, heads), pattern.branches, strict=True):
+        # of the queries that a branch takes, which are every r-th
+        keys_of_a_query = keys / (length * heads) * r
+        assert keys_of_a_query < 2 * 64
+        # the last segment may be cut off
+        assert length % w or keys_of_a_query >= 64
+    assert lengths[-1] == length
+    assert pattern.pairs(length, heads) / (length * heads) < 4 / 3 * 2 * 64
+
+
+def test_what_is_no_context_is_refused() -> None:
+    for wrong in ({"length": 0}, {"length": 8, "first": 0}, {"length": 8, "growth": 1}):
+        name, value = list(wrong.items())[-1]
+        with pytest.raises(ValueError, match=f"{name} is {value}; expected an integer ≥"):
+            geometric_branches(**wrong)
+    with pytest.raises(TypeError, match="expected an integer"):
+        geometric_branches(1e6)  # type: ignore[arg-type]
 
 
 # --- the picture -------------------------------------------------------------------------------------------------------------------------

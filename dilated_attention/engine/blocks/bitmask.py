@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, checked_total
-from dilated_attention.pattern.blocks.kept_blocks import packed, unpacked
+from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, checked_total, packed, unpacked
 
 # blocks whose bits are unpacked at a time, of 9 bytes each
 _CHUNK = 2**24

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern.blocks.base import BlockPattern
-from dilated_attention.pattern.blocks.block_lists import BlockLists, checked_total
-from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
+from dilated_attention.pattern.blocks.block_lists import BlockLists, checked_total, kept_blocks
 
 # limits of the cache, over all devices; lists take about 1 % of one q
 MAX_CACHED_BYTES = 2**30

@@ -24,8 +24,8 @@ from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
+from dilated_attention.pattern.blocks.block_lists import kept_blocks, packed, unpacked
 from dilated_attention.pattern.blocks.content import share_of
-from dilated_attention.pattern.blocks.kept_blocks import kept_blocks, packed, unpacked
 
 # bytes of scores at a time: for kernels, and for torch, where sorting takes several times as much in addition
 _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.blocks.compose import Intersection
-from dilated_attention.pattern.blocks.global_tokens import GlobalLocal
-from dilated_attention.pattern.blocks.window import Causal, LocalWindow
+from dilated_attention.pattern.blocks.window import Causal, GlobalLocal, LocalWindow
 from dilated_attention.pattern.checks import as_int, shown
 
 
@@ -261,14 +260,13 @@ class BlockKeys(RowKeys):
 
     def _columns_of(self, row: int) -> Tensor:
         """Returns (G, width), the kept columns of a row of blocks, with −1 after the last."""
-        entries = self.pattern.entries_of_heads(
-            self.pattern.grid(self.max_length, (row, row + 1), self.device), tuple(range(self.num_groups))
-        )
-        counts = torch.bincount(entries.group, minlength=self.num_groups)
+        grid = self.pattern.grid(self.max_length, (row, row + 1), self.device)
+        (group, _, column), *_ = self.pattern.entries(grid, tuple(range(self.num_groups)))
+        counts = torch.bincount(group, minlength=self.num_groups)
         starts = counts.cumsum(0) - counts
-        place = torch.arange(len(entries.group), device=self.device) - starts[entries.group]
+        place = torch.arange(len(group), device=self.device) - starts[group]
         columns = torch.full((self.num_groups, max(1, int(counts.max()))), -1, device=self.device)
-        columns[entries.group, place] = entries.column
+        columns[group, place] = column
         return columns
 
     def runs(self, positions: Tensor) -> Runs:

@@ -22,8 +22,7 @@ from dilated_attention.engine.ops.resolve import INPUTS
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE
-from dilated_attention.pattern.blocks.block_lists import BlockLists
-from dilated_attention.pattern.blocks.kept_blocks import unpacked
+from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
 
 
 def kept_pairs(lists: BlockLists, front: int = 0) -> int:

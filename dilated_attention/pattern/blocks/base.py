@@ -1,9 +1,9 @@
 """The base class of block-sparse patterns: their definition by positions, their kept blocks row by row, and their counts.
 
 A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
-each may be shorter. A new pattern is one class with two methods: ``allowed`` and ``columns``, or of whole blocks
-(``WholeBlocks``) ``keeps`` and ``columns``. ``classify`` is derived from ``allowed``,
-pair by pair; a class for long sequences, or one that derives from a class with its own, writes it.
+each may be shorter. A new pattern is one class with one method: ``allowed``, or of whole blocks (``WholeBlocks``) ``keeps``. By default
+all blocks are listed, and ``classify`` asks ``allowed`` about every pair; a class for long sequences, or one that derives from a class with
+its own, writes ``columns`` and ``classify``.
 """
 
 from __future__ import annotations
@@ -54,16 +54,10 @@ class Grid:
     k_block: int
     first_row: int
     last_row: int
+    # of the requested rows, and of all columns
+    num_rows: int
+    num_columns: int
     device: torch.device
-
-    @property
-    def num_columns(self) -> int:
-        return -(-self.num_positions // self.k_block)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of requested rows."""
-        return self.last_row - self.first_row
 
     @property
     def whole_rows(self) -> int:
@@ -110,23 +104,6 @@ class Grid:
         return [slice(first, first + step) for first in range(0, count, step)]
 
 
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Kept blocks as a flat list, ascending by (group, row, column).
-
-    ``group``: (E,) int64, index of the head, 0 if all heads share one list; ``row, column``: (E,) int64, in the whole sequence; ``full``:
-    (E,) bool, every pair within the sequence is kept; ``key``: (E,) int64: two blocks that are not full and have equal keys keep the same
-    pairs, as far as both are within the sequence.
-    """
-
-    group: Tensor
-    row: Tensor
-    column: Tensor
-    full: Tensor
-    key: Tensor
-    num_groups: int
-
-
 @dataclass(frozen=True)
 class BlockPattern(Pattern):
     """A pattern with m = 1 on the pairs that it keeps, computed block by block.
@@ -140,6 +117,8 @@ class BlockPattern(Pattern):
     """
 
     block_size: int | tuple[int, int] = field(default=128, kw_only=True)
+    q_block: int = field(init=False, repr=False, compare=False)
+    k_block: int = field(init=False, repr=False, compare=False)
 
     # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
     # then does decoding a token from cached keys give the same result as the forward of any longer sequence
@@ -164,7 +143,7 @@ class BlockPattern(Pattern):
         _read_once.cache_clear()
 
     def __post_init__(self) -> None:
-        self._set(block_size=checked_block_size(self.block_size))
+        self._set_blocks(checked_block_size(self.block_size))
         self._name_object()
 
     def _name_object(self) -> None:
@@ -218,18 +197,11 @@ class BlockPattern(Pattern):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def _set_blocks(self, block_size: tuple[int, int]) -> None:
+        self._set(block_size=block_size, q_block=block_size[0], k_block=block_size[1])
+
     def _check_int(self, name: str, minimum: int, maximum: int = MAX_LENGTH) -> None:
         self._set(**{name: as_int(name, getattr(self, name), minimum=minimum, maximum=maximum)})
-
-    @property
-    def q_block(self) -> int:
-        assert isinstance(self.block_size, tuple)
-        return self.block_size[0]
-
-    @property
-    def k_block(self) -> int:
-        assert isinstance(self.block_size, tuple)
-        return self.block_size[1]
 
     @abstractmethod
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
@@ -244,16 +216,16 @@ class BlockPattern(Pattern):
             bool, of the broadcast shape or of a shape that broadcasts to it.
         """
 
-    @abstractmethod
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         """Returns (index into ``heads``, row, column) of every kept block, ascending and without duplicates.
 
-        It may include blocks that are not kept. Time and memory must be proportional to the size of the result.
-        Patterns that are not ``per_head`` are called with a single head.
+        It may include blocks that are not kept, and by default has all. Patterns that are not ``per_head`` are called with a single head.
         """
+        return grid.listed(grid.range(0, len(heads) * grid.num_rows * grid.num_columns))
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones (see ``Entries``).
+        """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones. Two with equal keys keep
+        the same pairs, as far as both are within the sequence.
 
         By default ``allowed`` is evaluated for every pair, and every block has its own key: exact, in time proportional to the pairs.
         """
@@ -266,10 +238,6 @@ class BlockPattern(Pattern):
             state[part] = state_of(pairs.any(2).any(1), pairs.all(2).all(1))
         block = grid.block(row, column)
         return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
-
-    def allowed_in_partial(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        """Returns ``allowed`` of pairs in blocks that ``classify`` calls PARTIAL, which some patterns compute faster."""
-        return self.allowed(queries, keys, heads, num_positions)
 
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
@@ -315,18 +283,12 @@ class BlockPattern(Pattern):
         return composite.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
-        last = -(-checked_positions(num_positions) // self.q_block)
+        last, columns = (-(-checked_positions(num_positions) // size) for size in (self.q_block, self.k_block))
         first_row, last_row = (0, last) if rows is None else rows
         if not 0 <= first_row <= last_row <= last:
             raise ValueError(f"rows is {rows}; expected 0 ≤ first ≤ last ≤ {last}, the query blocks of {num_positions} positions")
-        return Grid(num_positions, self.q_block, self.k_block, first_row, last_row, torch.device(device))
-
-    def entries(
-        self, num_positions: int, num_heads: int, *, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu"
-    ) -> Entries:
-        """Returns the kept blocks of query blocks [first, last), by default all, in time and memory proportional to their number."""
-        pattern, heads = self.resolved(num_positions, num_heads)
-        return pattern.entries_of_heads(self.grid(num_positions, rows, device), heads)
+        sizes = first_row, last_row, last_row - first_row, columns
+        return Grid(num_positions, self.q_block, self.k_block, *sizes, torch.device(device))
 
     def resolved(self, num_positions: int, num_heads: int, is_causal: bool = False) -> tuple[BlockPattern, tuple[int, ...]]:
         """Returns the pattern for this number of positions, and the heads that have lists of their own: head 0 alone if all share one.
@@ -336,14 +298,15 @@ class BlockPattern(Pattern):
         pattern = pattern.causal() if is_causal else pattern
         return pattern, tuple(range(num_heads)) if pattern.per_head else (0,)
 
-    def entries_of_heads(self, grid: Grid, heads: tuple[int, ...]) -> Entries:
-        """Returns ``entries`` of some heads only; group g is head ``heads[g]``."""
+    def entries(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor]:
+        """Returns the kept blocks of a ``resolved`` pattern, as ``columns``; whether every pair of each within the sequence is kept; and
+        the keys of ``classify``."""
         group, row, column = self.columns(grid, heads)
         state, key = self.classify(grid, head_of(group, heads), row, column)
         kept = state.nonzero()[:, 0]
         if len(kept) < len(state):
             group, row, column, state, key = (x[kept] for x in (group, row, column, state, key))
-        return Entries(group, row, column, state == FULL, key, len(heads))
+        return (group, row, column), state == FULL, key
 
     def dense_mask(
         self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
@@ -363,7 +326,7 @@ class BlockPattern(Pattern):
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
         """Returns the exact number of kept (head, query, key) triples, from sizes of full blocks and the pairs of each distinct mask."""
-        from dilated_attention.pattern.blocks.kept_blocks import count_pairs
+        from dilated_attention.pattern.blocks.block_lists import count_pairs
 
         return count_pairs(self, num_positions, num_heads, is_causal=is_causal)
 
@@ -374,7 +337,7 @@ class BlockPattern(Pattern):
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
         """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
-        from dilated_attention.pattern.blocks.kept_blocks import block_pairs
+        from dilated_attention.pattern.blocks.block_lists import block_pairs
 
         cells = -(-num_positions // cell)
         total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)

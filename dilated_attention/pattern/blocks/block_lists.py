@@ -1,4 +1,4 @@
-"""Lists of key blocks, in the form that block-sparse kernels read.
+"""Lists of key blocks, in the form that block-sparse kernels read, and how a pattern's are built: each distinct mask is computed once.
 
 The sequence is split into query blocks of ``q_block`` and key blocks of ``k_block`` positions. Each query block keeps some key blocks
 whole and some under a mask of single pairs. The lists are in CSR form: a group's row holds ``columns[row_starts[i] : row_starts[i + 1]]``,
@@ -9,7 +9,8 @@ Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dilated_attention.pattern.blocks.base import divided
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, divided, head_of
+from dilated_attention.pattern.checks import check_bool
 
 T = TypeVar("T")
 WORD = 32
@@ -53,25 +55,20 @@ class BlockLists:
     masks: Tensor | None
     bits: Tensor
     interval: tuple[Tensor, Tensor] | None = None
+    num_rows: int = field(init=False)
+    num_columns: int = field(init=False)
+    num_groups: int = field(init=False)
+    num_entries: int = field(init=False)
     # what backends derive from the lists once, in their own form; under "source" the lists that these have their blocks from: those that
     # were built on the host, or of a sequence that fills its last block
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def num_rows(self) -> int:
-        return -(-self.num_queries // self.q_block)
-
-    @cached_property
-    def num_columns(self) -> int:
-        return -(-self.num_keys // self.k_block)
-
-    @cached_property
-    def num_groups(self) -> int:
-        return self.num_batch * self.num_heads
-
-    @cached_property
-    def num_entries(self) -> int:
-        return self.columns.shape[0]
+    def __post_init__(self) -> None:
+        # the record is frozen
+        self.__dict__.update(
+            num_rows=-(-self.num_queries // self.q_block), num_columns=-(-self.num_keys // self.k_block),
+            num_groups=self.num_batch * self.num_heads, num_entries=self.columns.shape[0],
+        )  # fmt: skip
 
     def derived(self, key: Hashable, make: Callable[[BlockLists], T], *, by_length: bool = False) -> T:
         """Returns what ``make`` returns for these lists, which is called once: for their source if they have one, unless it depends on the
@@ -106,7 +103,7 @@ class BlockLists:
     @cached_property
     def nbytes(self) -> int:
         tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return sum(x.nbytes for x in tensors)
 
     @cached_property
     def fills_every_row(self) -> bool:
@@ -170,3 +167,176 @@ def checked_total(total: int) -> int:
             "keep less, use larger blocks, or give one list to all heads"
         )
     return total
+
+
+# blocks listed at once, which bounds the memory of building lists, and at all
+BLOCKS_AT_ONCE = 2**23
+MOST_BLOCKS = 2**31
+
+
+def kept_blocks(
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, first_query: int = 0, num_queries: int | None = None,
+    is_causal: bool = False, device: torch.device | str = "cpu",
+) -> BlockLists:  # fmt: skip
+    """Returns the lists of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
+    pattern, heads = pattern.resolved(num_positions, num_heads, is_causal)
+    num_queries = num_positions - first_query if num_queries is None else num_queries
+    assert first_query % pattern.q_block == 0
+    rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
+    whole = pattern.grid(num_positions, rows, device)
+    pieces: list[tuple[Tensor, ...]] = [(whole.range(0, 1).to(torch.int32),)]
+    num_entries = num_masks = 0
+    for grid, some in _parts(pattern, whole, heads):
+        (group, row, column), masks, bits, _ = _masked(pattern, grid, some)
+        row = group * grid.num_rows + row - grid.first_row
+        ends = torch.searchsorted(row, grid.range(0, len(some) * grid.num_rows), right=True, out_int32=True)
+        masks = torch.where(masks < 0, -1, masks + num_masks) if num_masks else masks
+        pieces.append((ends + num_entries, column.to(torch.int32), masks, bits))
+        num_entries, num_masks = num_entries + len(masks), num_masks + len(bits)
+    # what is in one piece, as nearly all lists are, is not copied
+    row_starts = torch.cat([piece[0] for piece in pieces])
+    all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in list(zip(*pieces[1:], strict=True))[1:])
+    kept = BlockLists(
+        num_queries, num_positions, pattern.q_block, pattern.k_block, 1, len(heads), row_starts, all_columns,
+        all_masks if num_masks else None, all_bits,
+    )  # fmt: skip
+    if kept.masks is None:
+        return kept
+    interval = pattern.interval(whole.range(first_query, first_query + num_queries), num_positions) or _interval_of(kept, whole)
+    return kept if interval is None else replace(kept, interval=(interval[0].to(torch.int32), interval[1].to(torch.int32)))
+
+
+def count_pairs(
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
+) -> int:
+    """Counts the kept pairs of all heads: the sizes of full blocks within the sequence, and the pairs that the masks of the others keep. On
+    a CPU (``device``) lists of a million positions take minutes."""
+    total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, is_causal=is_causal, device=device))
+    return total if pattern.at(num_positions).per_head else total * num_heads
+
+
+def block_pairs(
+    pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yields (head, row, column, kept pairs) of kept blocks, some at a time; of head 0 alone if the pattern is not ``per_head``."""
+    check_bool("is_causal", is_causal)
+    pattern, heads = pattern.resolved(num_positions, num_heads, is_causal)
+    for grid, some in _parts(pattern, pattern.grid(num_positions, device=device), heads):
+        (group, row, column), masks, _, pairs_of_mask = _masked(pattern, grid, some)
+        pairs, partial = _sizes(grid, row, column), (masks >= 0).nonzero()[:, 0]
+        pairs[partial] = pairs_of_mask[masks[partial]]
+        yield head_of(group, some), row, column, pairs
+
+
+def packed(kept: Tensor) -> Tensor:
+    """Packs bool (…, n) into bits, int32 (…, ceil(n / 32)): bit n % 32 of word n // 32."""
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % WORD))
+    shifts = torch.arange(WORD, dtype=torch.int32, device=kept.device)
+    return (kept.unflatten(-1, (-1, WORD)).to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpacked(bits: Tensor, count: int | None = None) -> Tensor:
+    """Unpacks int32 (…, w) into bool (…, count), all 32 · w by default."""
+    words = bits if count is None else bits[..., : -(-count // WORD)]
+    shifts = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :count]
+
+
+def _parts(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[tuple[Grid, tuple[int, ...]]]:
+    """Yields everything at once, or head by head in groups of rows if that would take too much memory."""
+    per_row = max(pattern.cost(grid), 1.0)
+    blocks = per_row * grid.num_rows * len(heads)
+    if blocks > MOST_BLOCKS:
+        raise ValueError(
+            f"num_positions is {grid.num_positions:,} and {pattern!r} keeps about {per_row * grid.num_rows:.2g} blocks of them for each of "
+            f"{len(heads):,} heads; expected at most {MOST_BLOCKS:,} in all, the most that can be listed: use a shorter sequence"
+        )
+    if blocks <= BLOCKS_AT_ONCE:
+        yield grid, heads
+        return
+    step = max(1, int(BLOCKS_AT_ONCE / per_row))
+    for head, first in itertools.product(heads, range(grid.first_row, grid.last_row, step)):
+        yield pattern.grid(grid.num_positions, (first, min(first + step, grid.last_row)), grid.device), (head,)
+
+
+def _masked(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor, Tensor]:
+    """Returns the kept blocks of some rows of some heads (group g is head ``heads[g]``), the number of each one's mask (int32, −1 for
+    none), the masks, and how many pairs each of them keeps."""
+    blocks, full, key = pattern.entries(grid, heads)
+    partial = (~full).nonzero()[:, 0]
+    if not partial.numel():
+        bits = torch.zeros((0, grid.q_block, grid.k_block // WORD), dtype=torch.int32, device=grid.device)
+        return blocks, torch.full_like(key, -1, dtype=torch.int32), bits, partial
+    key = key[partial]
+    # the mask of a short block does not determine the pairs of a whole one
+    for block, size in zip(blocks[1:], (grid.q_block, grid.k_block), strict=True):
+        if grid.num_positions % size:
+            key = key * 2 + (block[partial] == grid.num_positions // size)
+    different, number = torch.unique(key, return_inverse=True)
+    # the first block with each mask, so that every process takes the same one
+    chosen = torch.full_like(different, len(full)).scatter_reduce(0, number, partial, "amin")
+    group, row, column = (x[chosen] for x in blocks)
+    bits, pairs = _masks(pattern, grid, head_of(group, heads), row, column)
+    masks = torch.full_like(blocks[1], -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
+    # there may be blocks that keep no pair, and masks that keep every pair
+    needed = (pairs > 0) & (pairs < _sizes(grid, row, column))
+    if bool(needed.all()):
+        return blocks, masks, bits, pairs
+    # the last number is that of blocks without a mask, which −1 refers to
+    numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
+    masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
+    kept = (masks > -2).nonzero()[:, 0]
+    group, row, column = (x[kept] for x in blocks)
+    return (group, row, column), masks[kept], bits[needed], pairs[needed]
+
+
+def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
+    bits, pairs = [], []
+    for part in grid.parts(row.shape[0]):
+        queries, keys = grid.positions(row[part], column[part])
+        kept = pattern.allowed(queries, keys, head[part, None, None], grid.num_positions)
+        kept = kept & (queries < grid.num_positions) & (keys < grid.num_positions)
+        bits.append(packed(kept))
+        pairs.append(kept.sum((1, 2)))
+    return torch.cat(bits), torch.cat(pairs)
+
+
+def _sizes(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
+    """Returns the number of pairs of blocks within the sequence."""
+    (first_query, last_query), (first_key, last_key) = grid.queries(row), grid.keys(column)
+    return (last_query - first_query + 1) * (last_key - first_key + 1)
+
+
+def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
+    """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i]; None if there is no such interval. The
+    tightest candidate is compared with the number of keys that each mask keeps: where one keeps less, so it would of a wider one."""
+    assert kept.masks is not None
+    ends = []
+    for bits in kept.bits.split(max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))):
+        keeps = unpacked(bits).to(torch.int8)
+        ends.append(torch.stack([keeps.argmax(-1), keeps.shape[-1] - keeps.flip(-1).argmax(-1), keeps.sum(-1)]))
+    first, last, count = torch.cat(ends, 1)
+    if not bool(((last - first == count) | (count == 0)).all()):
+        return None
+    partial = (kept.masks >= 0).nonzero()[:, 0]
+    row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
+    column, mask = kept.columns[partial].long(), kept.masks[partial].long()
+    if kept.num_groups > 1:
+        # heads mostly share their masks, so each block is taken once
+        num_masks = kept.bits.shape[0]
+        block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
+        row, column = divided(block, grid.num_columns)
+    # of each block, its queries and its first key; there are few: a block is cut by an end of an interval
+    query, start = row[:, None] * grid.q_block + grid.range(0, grid.q_block), column[:, None] * grid.k_block
+    first, last, count = first[mask], last[mask], count[mask]
+    beyond = grid.num_positions + 1
+    low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
+    high = torch.full_like(low, -1)
+    low.scatter_reduce_(0, query.flatten(), torch.where(count == 0, beyond, start + first).flatten(), "amin")
+    high.scatter_reduce_(0, query.flatten(), torch.where(count == 0, -1, start + last).flatten(), "amax")
+    low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
+    inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
+    if bool((inside.clamp(min=0) != count).any()):
+        return None
+    return low[: kept.num_queries], high[: kept.num_queries]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
-from dilated_attention.pattern.blocks.kept_blocks import unpacked
+from dilated_attention.pattern.blocks.block_lists import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow
 from dilated_attention.pattern.checks import check_bool, check_number, one_of, shown
@@ -122,7 +122,8 @@ class TopBlocks(BlockPattern):
             )
 
     def _arguments(self) -> dict[str, Any]:
-        return {described.metadata.get("argument", described.name): getattr(self, described.name) for described in dataclasses.fields(self)}
+        fields = [field for field in dataclasses.fields(self) if field.init]
+        return {field.metadata.get("argument", field.name): getattr(self, field.name) for field in fields}
 
     def __repr__(self) -> str:
         given = self._arguments()
@@ -141,30 +142,25 @@ class TopBlocks(BlockPattern):
     def _with(self, always: BlockPattern | None, within: BlockPattern | None) -> TopBlocks:
         return TopBlocks(**self._arguments() | {"always": always, "within": within})
 
-    def __or__(self, other: BlockPattern) -> BlockPattern:
+    def _joined(self, name: str, other: Any) -> BlockPattern:
         if not isinstance(other, BlockPattern):
             return NotImplemented
-        self._refuse_chosen(other, "|")
+        if other.is_chosen:
+            raise ValueError(
+                f"{self!r} {'|' if name == 'Union' else '&'} {other!r}: both are chosen by content; at most one of them can be, raise its "
+                "density instead"
+            )
         always = self.always
+        if name == "Intersection":
+            return self._with(None if always is None else always & other, other if self.within is None else self.within & other)
         if always is None and not self.near:
             # the row's own blocks are those on the diagonal
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within
         return self._with(other if always is None else always | other, self.within)
 
-    def __and__(self, other: BlockPattern) -> BlockPattern:
-        if not isinstance(other, BlockPattern):
-            return NotImplemented
-        self._refuse_chosen(other, "&")
-        return self._with(None if self.always is None else self.always & other, other if self.within is None else self.within & other)
-
-    __ror__, __rand__ = __or__, __and__
-
-    def _refuse_chosen(self, other: BlockPattern, sign: str) -> None:
-        if other.is_chosen:
-            raise ValueError(
-                f"{self!r} {sign} {other!r}: both are chosen by content; at most one of them can be, raise its density instead"
-            )
+    # of a static pattern with this one: | and & are the same both ways
+    __ror__, __rand__ = BlockPattern.__or__, BlockPattern.__and__
 
     def choose(
         self,
@@ -200,7 +196,7 @@ class TopBlocks(BlockPattern):
         Raises:
             ValueError: it does: with ``mass``, ``always`` or ``within``, or because a shorter last block may be chosen or not.
         """
-        self.check(num_positions, num_heads)
+        self.resolved(num_positions, num_heads)
         if self.mass is not None or self.always is not None or self.within is not None:
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
         # any tensors keep as many, these those of the lowest numbers

@@ -1,20 +1,23 @@
-"""Converts patterns to and from FlexAttention's BlockMask."""
+"""Patterns as FlexAttention has them: defined by a Python function of single pairs, and converted to and from its BlockMask."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from dilated_attention.pattern.blocks.base import BlockPattern, MaskMod
-from dilated_attention.pattern.blocks.block_lists import BlockLists
-from dilated_attention.pattern.blocks.function import MaskFunction
-from dilated_attention.pattern.blocks.kept_blocks import kept_blocks
+from dilated_attention.pattern.blocks.base import BlockPattern, Grid, MaskMod
+from dilated_attention.pattern.blocks.block_lists import BlockLists, kept_blocks
 from dilated_attention.pattern.blocks.whole_blocks import BlockTensor
-from dilated_attention.pattern.checks import BLOCK_SIZES, shown
+from dilated_attention.pattern.checks import BLOCK_SIZES, check_bool, shown
 
 
 def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> BlockPattern:
@@ -110,11 +113,12 @@ def _are_of_head_0(
     masked: MaskFunction, partial: BlockTensor, full: BlockTensor | None, num_positions: int, sizes: tuple[int, ...]
 ) -> bool:
     """Whether a list for all heads has just the blocks of which ``masked`` keeps a pair for head 0, as full ones those that it keeps."""
-    blocks = replace(masked, per_head=False).entries(num_positions, 1, device=partial.mask.device)
+    grid = masked.grid(num_positions, device=partial.mask.device)
+    (_, row, column), is_full, _ = replace(masked, per_head=False).entries(grid, (0,))
     # blocks of which it keeps a pair, and every pair
     kept, whole = torch.zeros((2, *partial.mask.shape[1:]), dtype=torch.bool, device=partial.mask.device)
-    kept[blocks.row, blocks.column] = True
-    whole[blocks.row[blocks.full], blocks.column[blocks.full]] = True
+    kept[row, column] = True
+    whole[row, column] = is_full
     # a large block is listed where any block that it was cut into keeps a pair
     for dim, (size, block) in enumerate(zip(sizes, (masked.q_block, masked.k_block), strict=True)):
         parts = kept.split(size // block, dim)
@@ -166,3 +170,104 @@ def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequ
         table[row[chosen], place] = values[chosen]
         tables += [first.diff().to(torch.int32).view(shape), table.view(*shape, width)]
     return tuple(tables)
+
+
+# functions whose result does not depend on the values of their tensor arguments
+_VALUE_FREE = {
+    getattr(torch.ops.aten, name).default
+    for name in ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
+}
+
+
+@dataclass(frozen=True)
+class MaskFunction(BlockPattern):
+    """The pairs for which a function returns True. It is evaluated once for every pair, in O(N²) time, in chunks of blocks.
+
+    In an intersection with a cheaper pattern (``LocalWindow(4096) & MaskFunction(fn)``, or ``is_causal``), it is evaluated only on the
+    blocks of that pattern.
+
+    Args:
+        fn: fn(batch, head, q_idx, kv_idx) -> bool, elementwise on int64 tensors that broadcast, on the device on which lists are built. Any
+            function works that FlexAttention takes and that has no Python branches. ``batch`` is 0: of a function that reads it,
+            attention takes one batch entry only. It must not change afterwards.
+        per_head: whether the result depends on ``head``; if not, ``head`` is 0. None: whether ``fn`` reads it.
+    """
+
+    fn: MaskMod
+    per_head: bool | None = None  # type: ignore[assignment]
+    reads_batch: bool = field(default=False, init=False, repr=False, compare=False)  # type: ignore[assignment]
+
+    holds_objects: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.fn):
+            raise TypeError(f"fn is {self.fn!r} ({type(self.fn).__name__}); expected a function fn(batch, head, q_idx, kv_idx) -> bool")
+        if self.per_head is not None:
+            check_bool("per_head", self.per_head)
+        # a pattern that is made inside a compiled function is refused
+        reads_batch, reads_head = (False, False) if torch.compiler.is_compiling() else reads_of(self.fn)
+        self._set(reads_batch=reads_batch, per_head=reads_head if self.per_head is None else self.per_head)
+
+    is_prefix_stable = True
+
+    def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
+        return self.mask_mod(num_positions, 0)(torch.zeros_like(heads), heads, queries, keys)
+
+    def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
+        # a function may index tables of N entries with positions
+        last = num_positions - 1
+
+        def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            try:
+                kept = self.fn(batch, head if self.per_head else torch.zeros_like(head), q_idx.clamp(max=last), kv_idx.clamp(max=last))
+            except IndexError as error:
+                raise ValueError(
+                    f"fn reads a tensor behind its end ({error}); expected tensors with an entry for each query head and each position of "
+                    "q: make them longer, or let fn take the indices modulo their length"
+                ) from error
+            if not isinstance(kept, Tensor) or kept.dtype is not torch.bool:
+                found = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
+                raise TypeError(f"fn returned {found}; expected a bool tensor, True where query q_idx attends to key kv_idx")
+            return kept
+
+        return mask_mod
+
+    def cost(self, grid: Grid) -> float:
+        # more expensive than any list
+        return 4.0 * grid.num_columns
+
+
+class _Reads(TorchDispatchMode):
+    """Notes which of a function's arguments it reads, themselves or a view of them: bit i of ``bits`` is set for argument i."""
+
+    def __init__(self, arguments: list[Tensor]) -> None:
+        super().__init__()
+        self.arguments, self.bits = {x.untyped_storage()._cdata: 1 << i for i, x in enumerate(arguments)}, 0
+
+    def of(self, values: Any) -> int:
+        each = (self.arguments.get(x.untyped_storage()._cdata, 0) for x in tree_leaves(values) if isinstance(x, Tensor))
+        return functools.reduce(operator.or_, each, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, bits = func(*args, **(kwargs or {})), self.of((args, kwargs))
+        # a view reads nothing, and what is written into an argument is read with it
+        if func not in _VALUE_FREE and (bits := bits & ~self.of(out)):
+            # on a number taken out of a tensor, all that follows may depend
+            self.bits |= bits if any(isinstance(x, Tensor) for x in tree_leaves(out)) else -1
+        return out
+
+
+def reads_of(fn: MaskMod) -> tuple[bool, bool]:
+    """Returns whether ``fn`` reads the batch entry, and the head, in one call for one pair."""
+    # a function may hold tensors of a GPU
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+        try:
+            with _Reads(arguments) as reads:
+                fn(*arguments)
+            return bool(reads.bits & 1), bool(reads.bits & 2)
+        except Exception:  # noqa: BLE001  whatever a user's function raises
+            continue
+    # no call for one pair works, so nothing is known
+    return True, True
