@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import kills
-from tests.helpers.scripts import free_port, log_of, needs_pins, run_script
+from tests.helpers.scripts import free_port, needs_pins, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--context", "512", "--batch", "1", "--skip-memory-test"]
@@ -59,12 +59,8 @@ def test_training_ends_below_the_baselines_and_writes_what_it_says(text: Path, t
 DOCUMENT = "--document {text}"
 # what is run in small, and what its output has, the last line last
 ENDS: dict[str, tuple[str, list[str]]] = {
-    "train_longnet.py": (
-        f"--data {{text}} --out {{out}} --steps 1 --validations 0 --expect-below-bigram {' '.join((*SMALL, *NARROW))}",
-        [r"bits per byte, not below both: unigram"],
-    ),
     "block_sparse.py": (
-        f"{DOCUMENT} --context 6800 --steps 3 --out {{out}}",
+        f"{DOCUMENT} --context 3600 --steps 2 --out {{out}}",
         [
             r"dense +100\.0% .* 0\.000 ",
             *(f"{kind} +{share}%" for share in (25, 10, 5) for kind in ("chosen", "random", "window")),
@@ -102,8 +98,7 @@ def test_an_example_ends_with_what_it_promises(script: str, text: Path, tmp_path
         else functools.partial(run, str(EXAMPLES / script))
     )
     result = start(*words.format(text=text, out=tmp_path).split())
-    # training that is not below the baselines fails where that was asked for
-    assert result.returncode == int("--expect-below-bigram" in words), result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     place = 0
     for pattern in said:
         match = re.compile(pattern).search(result.stdout, place)
@@ -142,9 +137,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("package", "words", "said"),
     [
-        ("matplotlib", ["train_longnet.py", "--data", "{text}", "--steps", "2", "--validations", "0", *SMALL, *NARROW], "no pictures, "),
-        ("tensorboard", ["train_longnet.py", "--data", "{text}", "--steps", "2", *SMALL, *NARROW], "no TensorBoard curves, "),
         ("matplotlib", ["slide_encoder.py", "--tiles", "30", "--layers", "1", "--steps", "1"], "no pictures, "),
+        ("tensorboard", ["train_longnet.py", "--data", "{text}", "--steps", "2", *SMALL, *NARROW], "no TensorBoard curves, "),
         # needed: the script ends at its start
         ("tqdm", ["train_longnet.py"], "train"),
         ("tqdm", ["slide_features.py"], "train"),
@@ -172,17 +166,6 @@ def test_what_a_missing_package_draws_is_left_out_and_one_that_is_needed_is_name
 
 def torchrun(processes: int = 2) -> list[str]:
     return ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-
-
-def test_two_processes_train_data_parallel(text: Path, tmp_path: Path) -> None:
-    # by torchrun itself, the one example that is
-    options = ["--data", str(text), "--steps", "4", "--validations", "0", "--out", str(tmp_path), *SMALL, *NARROW]
-    result = run(*torchrun(), str(EXAMPLES / "train_longnet.py"), *options)
-    assert result.returncode == 0, result.stderr
-    # only the first rank reports
-    assert result.stdout.count("done: validation") == 1
-    bits = log_of(tmp_path)
-    assert len(bits) == 4 and bits[-1] < bits[0] - 0.5, bits
 
 
 SMALL_RUN, SMALL_GENOME = " ".join(kills.SMALL), "--context 512 --layers 2 --embed-dim 32 --heads 2 --markov-order 6 --fasta {repeats}"

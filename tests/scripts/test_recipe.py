@@ -213,6 +213,7 @@ def test_a_run_goes_on_begins_anew_or_is_left_alone(what: str, text: Path, whole
         ("--steps 1 --context 4096", 0, "branches ((512, 1), (2048, 4), (8192, 16)), context 4096"),
         ("--steps 1 --context 256 --segment-lengths 64 256 --dilation-rates 1 2", 0, "branches ((64, 1), (256, 2)), context 256"),
         ("--steps 40 --lr 1e30", 1, "expected a number: go on from the last checkpoint with --resume auto and a smaller --lr"),
+        ("--steps 1 --expect-below-bigram", 1, "bits per byte, not below both: unigram"),
         ("--steps 1 --lr 1e30", 1, "the held-out loss after step 1 is nan; expected a number"),
         ("--steps 1 --out {folder}/file/run", 1, "file"),
         ("--steps 1 --data {folder}", 2, "would be read as text; give another --out"),
@@ -222,7 +223,7 @@ def test_what_a_run_says(text: Path, tmp_path: Path, options: str, code: int, sa
     shutil.copy(text, tmp_path / "file")
     words = options.format(folder=tmp_path).split()
     printed = train(text, tmp_path / "run", "--validations", "0", "--layers", "1", "--heads", "1", *words, code=code)
-    # no failure, unless it is asked for (test_examples.py)
+    # no failure, unless it is asked for
     assert said in printed and (code or "bits per byte, not below both: unigram" in printed)
     # weights that are no numbers are not saved
     assert code == 0 or "--steps 40" not in options or not (tmp_path / "run" / "checkpoint").exists()
