@@ -20,6 +20,7 @@ from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_bra
 from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown
 from dilated_attention.planning.attention import plan_attention
 from dilated_attention.planning.gpus import machine_of
+from dilated_attention.planning.memory import MOST_BLOCKS, block_counts
 from dilated_attention.planning.models import plan_model, sizes_of_parameters, stack_of
 from dilated_attention.planning.plans import Recommendation, Setting, seconds_text
 from dilated_attention.planning.problem import MOST, kind_of
@@ -140,12 +141,14 @@ def recommend(
     )  # fmt: skip
     choose = {"torchscale": _training, "huggingface": _transformers, "long-context": _decoding, "serving": _decoding}
     chosen = choose.get(use_case, _layer if parameters is None else _training)(x)
-    x.keys = x.pattern.pairs(length, x.heads, is_causal=x.causal) / (length * x.heads)
-    x.dense_keys = (length + 1) / 2 if x.causal else float(length)
     asks: dict[str, Any] = {"pattern": x.pattern, "num_positions": length}
     if x.base == "block_sparse":
-        mean = round(x.pattern.pairs(length, 1, is_causal=x.causal) / length)
-        asks = {"block_size": 128, "block_masks": "bits", "length": max(1, mean)}
+        # counted from some where there are many
+        x.keys = block_counts(x.pattern, length, 1, x.causal, MOST_BLOCKS).pairs / length
+        asks = {"block_size": 128, "block_masks": "bits", "length": max(1, round(x.keys))}
+    else:
+        x.keys = x.pattern.keys_per_query(length, x.heads, is_causal=x.causal)
+    x.dense_keys = (length + 1) / 2 if x.causal else float(length)
     backends = explain_backend(
         hardware=hardware, dtype=dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=x.causal,
         needs_grad=x.training, **asks,

@@ -23,12 +23,10 @@ from dilated_attention.backends import BackendUnavailable, rates
 from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.blocks import MOST_FOR_SIZE
 from dilated_attention.planning.gpus import GPUS, Gpu
-from dilated_attention.planning.memory import counts_of, memory_of
+from dilated_attention.planning.memory import MOST_FOR_SIZE, Exchange, counts_of, exchange_of, memory_of, sizes_of
 from dilated_attention.planning.plans import AttentionPlan, Pass
 from dilated_attention.planning.problem import MOST_ELEMENTS, Problem, make_problem
-from dilated_attention.planning.ring import Exchange, exchange_of
 from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31
@@ -143,9 +141,8 @@ def pairs_of(problem: Problem) -> tuple[int, bool]:
 
 def least_bytes(problem: Problem) -> tuple[int, int]:
     """(forward, backward) bytes that one process must read and write once: q, k, v → out, lse; and these and dout → dq, dk, dv."""
-    rows, element = problem.batch_size * problem.rows, problem.head_dim * problem.dtype.itemsize
-    q, k, lse = rows * problem.num_heads * element, rows * problem.num_kv_heads * element, rows * problem.num_heads * 4
-    return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
+    Q, K, R, e, a = sizes_of(problem)
+    return 2 * (Q + K) * e + R * a, (4 * (Q + K) * e + R * a if problem.training else 0)
 
 
 def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int | None]:
@@ -156,17 +153,12 @@ def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longes
     def excess(num_positions: int) -> int:
         return bytes_needed(problem.of_length(num_positions)) - int(USABLE * problem.machine.memory)
 
-    N, W = problem.num_positions, problem.world_size
-    fits = excess(N) <= 0
+    fits, W = excess(problem.num_positions) <= 0, problem.world_size
+    if not find_longest:
+        return fits, None
     most = min(MOST_POSITIONS, MOST_ELEMENTS // (problem.batch_size * problem.num_heads * problem.head_dim))
-    return fits, search(excess, W, max(W, most)) if find_longest else None
-
-
-def search(excess: Callable[[int], int], low: int, high: int) -> int:
-    """Returns the largest x in [low, high] with ``excess(x)`` ≤ 0; 0 if there is none. ``excess`` grows with x."""
-    if excess(low) > 0:
-        return 0
-    return low + bisect.bisect_right(range(low, high + 1), 0, key=excess) - 1
+    # the bytes grow with the length
+    return fits, 0 if excess(W) > 0 else W - 1 + bisect.bisect_right(range(W, max(W, most) + 1), 0, key=excess)
 
 
 def _bytes_needed(problem: Problem) -> int:

@@ -19,10 +19,9 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of, shared_fields
 from dilated_attention.planning.gpus import Gpu
-from dilated_attention.planning.memory import counts_of, memory_of, of_engine, sizes_of
+from dilated_attention.planning.memory import counts_of, exchange_of, memory_of, of_engine, sizes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.problem import MOST, Problem, kind_of, make_problem
-from dilated_attention.planning.ring import exchange_of
 from dilated_attention.validation import check_bool
 
 # positions of a prompt that generation computes at a time (models/language_model.py)

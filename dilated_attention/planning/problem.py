@@ -26,6 +26,8 @@ _PACKAGES = frozenset({"flash-attn-4", "triton"})
 MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128}
 MOST |= {"weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
 MOST_BRANCHES = 32
+# blocks drawn for a row, each of which a row of blocks is compared with
+MOST_DRAWN = 1024
 # elements of q: the byte counts derived from it must fit in 64 bits
 MOST_ELEMENTS = 2**56
 
@@ -150,6 +152,11 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
     if computes == "block_sparse" and not isinstance(pattern, BlockPattern):
         raise TypeError(
             f"kind is {kind!r} and pattern is {pattern!r}; it takes a pattern of dilated_attention.pattern, such as LocalWindow(1024)"
+        )
+    if getattr(pattern, "random_blocks", 0) > MOST_DRAWN:
+        raise ValueError(
+            f"random_blocks is {shown(pattern.random_blocks)}; expected at most {MOST_DRAWN:,} to plan for: "
+            "take a density, with_sparsity(0.5)"
         )
     if computes == "dilated":
         if pattern is None and (segment_lengths is None or dilation_rates is None):

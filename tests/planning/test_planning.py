@@ -18,7 +18,7 @@ from dilated_attention import block_sparse_attention, dilated_attention, profile
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
-from dilated_attention.planning.blocks import block_counts
+from dilated_attention.planning.memory import block_counts
 from tests.helpers.comm_volume import CommSizes, dense_bytes
 from tests.helpers.largest import Largest
 
@@ -320,6 +320,7 @@ def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, An
         ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are not a multiple of 3"),
         ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),
         ("dense", {"dtype": torch.int8}, "dtype is torch.int8"),
+        ("block_sparse", {"pattern": BigBird(256, 0, 2**62)}, "random_blocks is 4611686018427387904; expected at most 1,024 to plan for"),
         # the product is 2⁸⁶, which is 0 in numpy's 64 bits
         ("dense", {"num_positions": np.int64(2**40), "num_heads": np.int64(512), "batch_size": np.int64(2**31)}, "expected at most 2..56"),
     ],

@@ -186,6 +186,8 @@ def test_caches_decide_how_far_segments_reach() -> None:
     row = 2 * 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim
     assert many.memory == 2 * sum(p.numel() for p in model.parameters()) + 64 * row * many.segment_lengths[-1]
     assert model.config.num_kv_heads == 4 and "PagedKVCache" in many.setting("KV cache").value
+    # the pairs of so many blocks are not listed
+    assert recommend("serving", 2**30, gpu="cpu", users=400).kind == "block_sparse"
 
 
 @pytest.mark.parametrize(
