@@ -141,7 +141,7 @@ def made_by(answer: Any) -> dict[str, Any]:
     return {name: value for name, value in made.items() if name not in ("mesh", "layout")}
 
 
-@pytest.mark.parametrize("parameters", [1.3e8, 3.5e8, 1.3e9, 7e9, 1.3e10])
+@pytest.mark.parametrize("parameters", [1.3e8, 1.3e9, 7e9])
 def test_models_have_about_as_many_parameters_as_asked_for(parameters: float) -> None:
     for shape in ({}, {"heads": 24, "head_dim": 64}):
         made = made_by(recommend("long-context", 2**17, gpu="H200", parameters=parameters, **shape))

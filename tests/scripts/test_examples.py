@@ -174,15 +174,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--seconds nan", "argument --seconds: got nan; expected a number > 0"),
         ("--minutes inf", "got inf; expected a number > 0"),
         ("--steps 0", "argument --steps: got 0; expected a number >= 1"),
-        ("--steps 3 --seconds 5", "not allowed with argument"),
         ("--context 0", "argument --context: got 0; expected a number >= 2"),
-        ("--context 1.5", "'1.5' is not a size; expected a whole number from 1 to 2**62, or one with k, M or G: 64k is 65536"),
         ("--context 9k --data {short}", "a context of 9,216 needs 9,217; give more text or a smaller --context"),
-        ("--layout foo", "argument --layout: invalid choice: 'foo'"),
-        ("--preset longnet-nine", "preset is 'longnet-nine'; expected one of"),
         ("--preset gigapath-12l768d", "--preset is gigapath-12l768d, which is no causal language model"),
-        ("--backend none", "none"),
-        ("--heads 3", "num_heads is 3"),
         ("--dilation-rates 1 2", "--dilation-rates is given and --segment-lengths is not"),
         ("--context-parallel 2", "--context-parallel 2 with 1 process"),
         ("--fsdp", "--fsdp shards parameters over processes"),
@@ -201,12 +195,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--context 9000", "6,375 bases to train on, and --context is 9,000"),
         ("--held-out 0", "--held-out 0 is no record of"),
         ("--held-out repeats", "0 bases to train on, and --context is 512"),
-        ("--kmer 0", "got 0; expected a number >= 1"),
         ("--segment-lengths 64", "--segment-lengths and --dilation-rates belong together"),
     ],
     "slide_features.py --features {out}/features --labels {out}/labels.csv": [
-        ("--epochs 0", "argument --epochs: got 0; expected a number >= 1"),
-        ("--epochs 3 --steps 4", "not allowed with argument"),
         ("--held-out 1", "got 1; expected a number > 0 and <= 0.9"),
         ("--fsdp", "unrecognized arguments: --fsdp"),
         ("--checkpoint x.pth --heads 4", "leave them out with --checkpoint"),
@@ -244,4 +235,4 @@ def test_what_a_script_cannot_do_is_said_in_one_line_before_anything_is_made(
     out = ["--out", str(tmp_path / "run")] if "train" in script or "features" in script else []
     code, _, error = here(script, *out, *options)
     assert code == (2 if out else 1) and said in error and "Traceback" not in error, error
-    assert not (tmp_path / "run").exists() and (not out or "--backend" in words or error.count("\n") == 1)
+    assert not (tmp_path / "run").exists() and (not out or error.count("\n") == 1)
