@@ -178,22 +178,19 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
-    """Returns branches with segments of 2048, 8192, … up to ``longest``, or the whole sequence, each of which divides the next; rates are
-    limited so that heads cover every offset."""
-    lengths, rates = geometric_branches(1 << (min(length, longest or length) - 1).bit_length())
-    # below a rate of 8 far branches cost more than all others together
-    most = 1 << (max(num_heads, 8).bit_length() - 1)
-    return DilatedPattern(lengths, tuple(min(rate, most) for rate in rates))
-
-
 def _pattern(x: Any, base: str, heads: int, longest: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """Returns (the pattern of a kind of attention, the arguments that make it). Dense attention is one segment of the whole sequence."""
+    """Returns (the pattern of a kind of attention, the arguments that make it). Dense attention is one segment of the whole sequence; of
+    branches, segments of 2048, 8192, … up to ``longest``, or the whole sequence, divide one another, and heads cover every offset."""
     if base == "block_sparse":
         pattern = GlobalLocal((_WINDOW, 0 if x.causal else _WINDOW), _GLOBAL)
         return pattern, {"pattern": pattern}
-    chosen = _branches(x.length, heads, longest) if base == "dilated" else DilatedPattern((x.length,), (1,))
-    return chosen, {"segment_lengths": chosen.segment_lengths, "dilation_rates": chosen.dilation_rates}
+    lengths: tuple[int, ...] = (x.length,)
+    rates: tuple[int, ...] = (1,)
+    if base == "dilated":
+        lengths, rates = geometric_branches(1 << (min(x.length, longest or x.length) - 1).bit_length())
+        # below a rate of 8 far branches cost more than all others together
+        rates = tuple(min(rate, 1 << (max(heads, 8).bit_length() - 1)) for rate in rates)
+    return DilatedPattern(lengths, rates), {"segment_lengths": lengths, "dilation_rates": rates}
 
 
 def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], LongNetConfig, int]:

@@ -128,9 +128,15 @@ def make_problem(
     layout = ("zigzag" if kind == "ring" else "contiguous") if layout is None else layout
     one_of("layout", layout, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
+    is_here = machine.is_cpu or (torch.cuda.is_available() and torch.cuda.get_device_name() == machine.name)
+    hardware = (
+        detect("cpu" if machine.is_cpu else "cuda")
+        if is_here
+        else replace(EXAMPLES["hopper"], capability=machine.capability, packages=_PACKAGES, name=machine.name)
+    )
     return Problem(
         kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, num_heads), dtype=_dtype(dtype, machine),
-        layout=layout, exchange=exchange, is_causal=is_causal, training=training, machine=machine, hardware=_hardware(machine), **sizes,
+        layout=layout, exchange=exchange, is_causal=is_causal, training=training, machine=machine, hardware=hardware, **sizes,
     )  # fmt: skip
 
 
@@ -169,12 +175,3 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
         if pattern.num_branches > MOST_BRANCHES:
             raise ValueError(f"segment_lengths has {pattern.num_branches:,} entries; expected at most {MOST_BRANCHES} branches to plan for")
     return WHOLE if computes == "dense" else pattern
-
-
-def _hardware(machine: Gpu) -> Hardware:
-    if machine.is_cpu:
-        return detect("cpu")
-    if torch.cuda.is_available() and torch.cuda.get_device_name() == machine.name:
-        return detect("cuda")
-    # hardware of another machine
-    return replace(EXAMPLES["hopper"], capability=machine.capability, packages=_PACKAGES, name=machine.name)

@@ -84,7 +84,7 @@ ENDS: dict[str, tuple[str, list[str]]] = {
         "--longest --context 256 --memory-gib 64 --most 1024 --out {out}/longest.json",
         ["done: the longest sequence, of all options, has "],
     ),
-    "extreme_length.py": ("--budget-gib 0.7", ["N = 262,144: predicted"]),
+    "extreme_length.py": ("--budget-gib 0.2", ["N = 65,536: predicted"]),
 }
 
 
