@@ -1,4 +1,4 @@
-"""What commands share: rich's console, whose lines stay whole where the output is no terminal, JSON, sizes, devices and patterns."""
+"""What commands share: lines of a terminal's width, which stay whole where the output is none, JSON, sizes, devices and patterns."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import argparse
 import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.highlighter import RegexHighlighter
-from rich.theme import Theme
 
 from dilated_attention.parsing import UsageError, below, shown, size
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
@@ -29,17 +28,6 @@ OF_KIND = {
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 
-class _Marks(RegexHighlighter):
-    # a backend that is taken, and one that cannot be used
-    highlights = [r"(?m)^ *(?P<taken>→ \S+)", r"(?m)^ *(?P<refused>✗ .*)$"]  # noqa: RUF012
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        # the exception being handled; rich would exit with 1
-        raise
-
-
 def prepare() -> None:
     """Makes both streams replace characters that they cannot encode, instead of raising an error, and warnings lines without code."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -48,22 +36,17 @@ def prepare() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _console() -> Console:
-    # without colours rich would still write bold text
-    system: Any = None if os.environ.get("NO_COLOR") else "auto"
-    theme = Theme({"taken": "bold green", "refused": "dim"})
-    return _Console(color_system=system, theme=theme, highlighter=_Marks(), markup=False, emoji=False)
-
-
 def width() -> int | None:
     """Returns the characters of a line; None where the output is no terminal and ``COLUMNS`` is not set, and lines stay whole."""
-    screen = _console()
-    return screen.width if screen.is_terminal or os.environ.get("COLUMNS") else None
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
 
 
 def put(text: object, *, wrap: bool = True) -> None:
     """Prints ``text``; ``wrap``: in lines of at most ``width()``."""
-    _console().print(str(text), soft_wrap=not wrap or width() is None)
+    lines, most = str(text).split("\n"), width() if wrap else None
+    if most is not None:
+        lines = [part for line in lines for part in textwrap.wrap(line, most, break_on_hyphens=False) or [""]]
+    print("\n".join(lines))
 
 
 def put_json(value: Any) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dilated_attention.cli.common import add_command, add_pattern, count, gib, pattern_of, put, put_json, width
+from dilated_attention.cli.common import add_command, add_pattern, gib, pattern_of, put, put_json, width
 from dilated_attention.factory import MODEL_PRESETS, create_model
-from dilated_attention.parsing import UsageError, size
+from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, DilatedPattern, Pattern
 from dilated_attention.pattern.base import cell_pairs, cell_size, cell_sizes, draw
 from dilated_attention.pattern.checks import as_int
@@ -27,9 +27,8 @@ _MOST_LENGTH, _MOST_HEADS = 2**24, 512
 _SHADES = ("·█", "·█", "·▒█", "·░▒█", "·░▒▓█")
 # lower limits of a cell's mean multiplicity for each shade but the first
 _LEVELS = (1e-30, 1 / 8, 1 / 2, 1.0)
-_BETWEEN = "   "
-# characters of a line, and of a panel: one of fewer columns shows nothing useful
-NARROWEST, _NARROW_PANEL, _WIDE_PANEL = 24, 16, 128
+# characters of a panel: one of fewer columns shows nothing useful
+_NARROW_PANEL, _WIDE_PANEL = 16, 128
 
 
 def add(commands: Any) -> None:
@@ -46,8 +45,6 @@ def add(commands: Any) -> None:
         add("--length", type=size, default=length, help=f"positions of the sequence: 65536, 64k, 1M; default: {length}")
         add("--heads", type=size, default=4, help="query heads; default: 4")
         add("--causal", action="store_true", help="a position sees only itself and earlier ones")
-        add("--head", type=count, nargs="+", metavar="H", help="draw these heads only")
-        add("--width", type=size, help="characters across; default: the terminal's width")
         add("--image", type=Path, metavar="FILE.png", help="write a picture instead of drawing here; needs the extra plot")
     for preset in MODEL_PRESETS:
         add = add_command(things, preset, _model, help="a model").add_argument
@@ -68,14 +65,6 @@ def _model(args: argparse.Namespace) -> int:
 def _pattern(args: argparse.Namespace) -> int:
     as_int("--length", args.length, maximum=_MOST_LENGTH)
     as_int("--heads", args.heads, maximum=_MOST_HEADS)
-    heads = tuple(range(args.heads)) if args.head is None else tuple(args.head)
-    if any(head >= args.heads for head in heads):
-        raise UsageError(f"--head is {' '.join(map(str, heads))}; expected heads below --heads, which is {args.heads}")
-    if args.width is not None:
-        as_int("--width", args.width, minimum=NARROWEST)
-    other = "--json" if args.json else "--image" if args.image is not None else ""
-    if other and (args.head is not None or args.width is not None):
-        raise UsageError(f"--head and --width are for the drawing in the terminal, which is not made with {other}: drop them or {other}")
     pattern = pattern_of(args, args.what)
     assert pattern is not None
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
@@ -87,8 +76,7 @@ def _pattern(args: argparse.Namespace) -> int:
         put_json(told)
         return 0
     if args.image is None:
-        lines = drawing(pattern, args.length, args.heads, is_causal=args.causal, heads=heads, width=args.width or width() or _WIDTH)
-        put("\n".join([*lines, ""]), wrap=args.width is None)
+        put("\n".join(drawing(pattern, args.length, args.heads, is_causal=args.causal, width=width() or _WIDTH)))
     put(_text(told))
     return 0
 
@@ -130,12 +118,9 @@ def _text(told: dict[str, Any]) -> str:
     return "\n".join([*lines, *([f"picture written to {told['image']}"] if "image" in told else [])])
 
 
-def drawing(
-    pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool = False, heads: tuple[int, ...], width: int
-) -> list[str]:
-    """Returns lines of at most ``width`` characters (at least ``NARROWEST``, or what a panel needs), with a legend at the end.
-    ``heads``: those to draw, of ``num_heads``. A character is one pair if a row of them fits, else the smallest square of positions for
-    which it does."""
+def drawing(pattern: Pattern, num_positions: int, num_heads: int, *, is_causal: bool, width: int) -> list[str]:
+    """Returns lines of at most ``width`` characters (or as many as the smallest panel needs), with a legend at the end. A character is one
+    pair if a row of them fits, else the smallest square of positions for which it does."""
     margin = len(f"{num_positions - 1} ")
     cell = cell_size(pattern, num_positions, min(_WIDE_PANEL, max(_NARROW_PANEL, width - margin)))
     pairs = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal)
@@ -146,23 +131,14 @@ def drawing(
     else:
         levels = torch.bucketize(pairs / cell_sizes(num_positions, cell), torch.tensor(_LEVELS), right=True)
     alike: dict[bytes, list[int]] = {}
-    for head in heads:
+    for head in range(num_heads):
         alike.setdefault(pairs[head].numpy().tobytes(), []).append(head)
-    across, last = pairs.shape[-1], str(num_positions - 1)
-    room = across - 1 - len(last)
-    axis = f"0{'keys'.center(room) if room > 5 else ' ' * room}{last}"[:across]
-    panels = [
-        [f"head {', '.join(map(str, same))}"[:across].ljust(across), axis]
-        + ["".join(shades[level] for level in row) for row in levels[same[0]].tolist()]
-        for same in alike.values()
-    ]
-    # the query's position, on every eighth line
-    labels = ["", "", *(f"{i * cell} " if i % 8 == 0 else "" for i in range(across))]
-    per_row = max(1, (width - margin + len(_BETWEEN)) // (across + len(_BETWEEN)))
     lines = []
-    for start in range(0, len(panels), per_row):
-        rows = zip(labels, *panels[start : start + per_row], strict=True)
-        lines += [*((label.rjust(margin) + _BETWEEN.join(row)).rstrip() for label, *row in rows), ""]
+    for same in alike.values():
+        title = f"{' ' * margin}head {', '.join(map(str, same))}"
+        # the query's position, on every eighth line
+        rows = ["".join(shades[level] for level in row) for row in levels[same[0]].tolist()]
+        lines += [title[: margin + len(rows)], *(f"{i * cell if i % 8 == 0 else '':>{margin - 1}} {row}" for i, row in enumerate(rows)), ""]
     return [*lines, *_legend(shades, highest, cell, isinstance(pattern, BlockPattern))]
 
 

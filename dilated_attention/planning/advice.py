@@ -20,6 +20,7 @@ from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_bra
 from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown
 from dilated_attention.planning.attention import plan_attention
 from dilated_attention.planning.gpus import machine_of
+from dilated_attention.planning.memory import MOST_BLOCKS, block_counts
 from dilated_attention.planning.models import plan_model, sizes_of_parameters, stack_of
 from dilated_attention.planning.plans import Recommendation, Setting, seconds_text
 from dilated_attention.planning.problem import MOST, kind_of
@@ -140,12 +141,14 @@ def recommend(
     )  # fmt: skip
     choose = {"torchscale": _training, "huggingface": _transformers, "long-context": _decoding, "serving": _decoding}
     chosen = choose.get(use_case, _layer if parameters is None else _training)(x)
-    x.keys = x.pattern.pairs(length, x.heads, is_causal=x.causal) / (length * x.heads)
-    x.dense_keys = (length + 1) / 2 if x.causal else float(length)
     asks: dict[str, Any] = {"pattern": x.pattern, "num_positions": length}
     if x.base == "block_sparse":
-        mean = round(x.pattern.pairs(length, 1, is_causal=x.causal) / length)
-        asks = {"block_size": 128, "block_masks": "bits", "length": max(1, mean)}
+        # counted from some where there are many
+        x.keys = block_counts(x.pattern, length, 1, x.causal, MOST_BLOCKS).pairs / length
+        asks = {"block_size": 128, "block_masks": "bits", "length": max(1, round(x.keys))}
+    else:
+        x.keys = x.pattern.keys_per_query(length, x.heads, is_causal=x.causal)
+    x.dense_keys = (length + 1) / 2 if x.causal else float(length)
     backends = explain_backend(
         hardware=hardware, dtype=dtype, head_dim=x.head_dim, num_heads=x.heads, num_kv_heads=x.kv_heads, is_causal=x.causal,
         needs_grad=x.training, **asks,
@@ -175,22 +178,19 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _branches(length: int, num_heads: int, longest: int | None = None) -> DilatedPattern:
-    """Returns branches with segments of 2048, 8192, … up to ``longest``, or the whole sequence, each of which divides the next; rates are
-    limited so that heads cover every offset."""
-    lengths, rates = geometric_branches(1 << (min(length, longest or length) - 1).bit_length())
-    # below a rate of 8 far branches cost more than all others together
-    most = 1 << (max(num_heads, 8).bit_length() - 1)
-    return DilatedPattern(lengths, tuple(min(rate, most) for rate in rates))
-
-
 def _pattern(x: Any, base: str, heads: int, longest: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """Returns (the pattern of a kind of attention, the arguments that make it). Dense attention is one segment of the whole sequence."""
+    """Returns (the pattern of a kind of attention, the arguments that make it). Dense attention is one segment of the whole sequence; of
+    branches, segments of 2048, 8192, … up to ``longest``, or the whole sequence, divide one another, and heads cover every offset."""
     if base == "block_sparse":
         pattern = GlobalLocal((_WINDOW, 0 if x.causal else _WINDOW), _GLOBAL)
         return pattern, {"pattern": pattern}
-    chosen = _branches(x.length, heads, longest) if base == "dilated" else DilatedPattern((x.length,), (1,))
-    return chosen, {"segment_lengths": chosen.segment_lengths, "dilation_rates": chosen.dilation_rates}
+    lengths: tuple[int, ...] = (x.length,)
+    rates: tuple[int, ...] = (1,)
+    if base == "dilated":
+        lengths, rates = geometric_branches(1 << (min(x.length, longest or x.length) - 1).bit_length())
+        # below a rate of 8 far branches cost more than all others together
+        rates = tuple(min(rate, 1 << (max(heads, 8).bit_length() - 1)) for rate in rates)
+    return DilatedPattern(lengths, rates), {"segment_lengths": lengths, "dilation_rates": rates}
 
 
 def _model(x: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], LongNetConfig, int]:

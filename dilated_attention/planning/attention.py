@@ -23,12 +23,10 @@ from dilated_attention.backends import BackendUnavailable, rates
 from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.planning.blocks import MOST_FOR_SIZE
 from dilated_attention.planning.gpus import GPUS, Gpu
-from dilated_attention.planning.memory import counts_of, memory_of
+from dilated_attention.planning.memory import MOST_FOR_SIZE, Exchange, counts_of, exchange_of, memory_of, sizes_of
 from dilated_attention.planning.plans import AttentionPlan, Pass
 from dilated_attention.planning.problem import MOST_ELEMENTS, Problem, make_problem
-from dilated_attention.planning.ring import Exchange, exchange_of
 from dilated_attention.validation import check_bool
 
 MOST_POSITIONS = 2**31
@@ -143,9 +141,8 @@ def pairs_of(problem: Problem) -> tuple[int, bool]:
 
 def least_bytes(problem: Problem) -> tuple[int, int]:
     """(forward, backward) bytes that one process must read and write once: q, k, v → out, lse; and these and dout → dq, dk, dv."""
-    rows, element = problem.batch_size * problem.rows, problem.head_dim * problem.dtype.itemsize
-    q, k, lse = rows * problem.num_heads * element, rows * problem.num_kv_heads * element, rows * problem.num_heads * 4
-    return 2 * q + 2 * k + lse, (4 * q + 4 * k + lse if problem.training else 0)
+    Q, K, R, e, a = sizes_of(problem)
+    return 2 * (Q + K) * e + R * a, (4 * (Q + K) * e + R * a if problem.training else 0)
 
 
 def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longest: bool) -> tuple[bool, int | None]:
@@ -156,17 +153,12 @@ def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longes
     def excess(num_positions: int) -> int:
         return bytes_needed(problem.of_length(num_positions)) - int(USABLE * problem.machine.memory)
 
-    N, W = problem.num_positions, problem.world_size
-    fits = excess(N) <= 0
+    fits, W = excess(problem.num_positions) <= 0, problem.world_size
+    if not find_longest:
+        return fits, None
     most = min(MOST_POSITIONS, MOST_ELEMENTS // (problem.batch_size * problem.num_heads * problem.head_dim))
-    return fits, search(excess, W, max(W, most)) if find_longest else None
-
-
-def search(excess: Callable[[int], int], low: int, high: int) -> int:
-    """Returns the largest x in [low, high] with ``excess(x)`` ≤ 0; 0 if there is none. ``excess`` grows with x."""
-    if excess(low) > 0:
-        return 0
-    return low + bisect.bisect_right(range(low, high + 1), 0, key=excess) - 1
+    # the bytes grow with the length
+    return fits, 0 if excess(W) > 0 else W - 1 + bisect.bisect_right(range(W, max(W, most) + 1), 0, key=excess)
 
 
 def _bytes_needed(problem: Problem) -> int:
@@ -189,12 +181,27 @@ def passes_of(problem: Problem, exchange: Exchange, least_bytes: tuple[int, int]
 
 
 def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool) -> Pass:
-    work, gpu, W = _work(problem, backward), problem.machine, problem.world_size
-    flops = [(10 if backward else 4) * problem.head_dim * problem.batch_size * pairs for pairs, _ in work]
-    backends, rate_of_parts, sources = zip(*(rate for _, rate in work), strict=True)
-    seconds = sum(each / rate for each, rate in zip(flops, rate_of_parts, strict=True))
-    if isinstance(problem.pattern, DilatedPattern) and problem.pattern.num_branches > 1:
+    gpu, W, N, H, pattern, launches = (
+        problem.machine, problem.world_size, problem.num_positions, problem.num_heads, problem.pattern, max(1, exchange.steps)
+    )  # fmt: skip
+    # the pairs of one sequence in each part of the call, and the rate at which they are computed
+    if isinstance(pattern, BlockPattern):
+        counts = counts_of(problem)
+        pairs: tuple[int, ...] = (counts.computed,)
+        rate_of_parts = [_rate_of(problem, max(1, counts.computed // (N * H)), backward, counts.mask_kind)]
+    else:
+        pairs = pattern.branch_pairs(N, H, is_causal=problem.is_causal)
+        rate_of_parts = [_rate_of(problem, -(-min(w, N) // r), backward) for w, r in pattern.branches]
+        launches = exchange.steps + len(
+            problems_of(pattern, whole_shape(H, problem.num_kv_heads, problem.rows, problem.is_causal)).problems
+        )
+    backends, rates_of_parts, sources = zip(*rate_of_parts, strict=True)
+    flops = [(10 if backward else 4) * problem.head_dim * problem.batch_size * count for count in pairs]
+    seconds = sum(each / rate for each, rate in zip(flops, rates_of_parts, strict=True))
+    if len(flops) > 1:
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
+    # the CPU's time for the call and its launches
+    host = 0.0 if gpu.is_cpu else _CALL[backward] + _RECORDED * (problem.training and not backward) + launches * _LAUNCH[backward]
     links = exposed = 0.0
     if W > 1:
         if gpu.link is None:
@@ -211,19 +218,9 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     return Pass(
         arithmetic=seconds / W * ((2 * W - 1) / W if is_uneven else 1.0),
         memory=least_bytes / gpu.bandwidth if gpu.bandwidth else 0.0,
-        launches=_host(problem, backward, exchange), links=links, exposed=exposed, backend=" and ".join(dict.fromkeys(backends)),
+        launches=host, links=links, exposed=exposed, backend=" and ".join(dict.fromkeys(backends)),
         rate=sum(flops) / seconds if seconds else 0.0, source="; ".join(dict.fromkeys(sources)),
     )  # fmt: skip
-
-
-def _work(problem: Problem, backward: bool) -> list[tuple[int, Rate]]:
-    """Returns (pairs of one sequence, the rate at which they are computed) of each part of a call."""
-    N, H, is_causal, pattern = problem.num_positions, problem.num_heads, problem.is_causal, problem.pattern
-    if isinstance(pattern, BlockPattern):
-        counts = counts_of(problem)
-        return [(counts.computed, _rate_of(problem, max(1, counts.computed // (N * H)), backward, counts.mask_kind))]
-    pairs = pattern.branch_pairs(N, H, is_causal=is_causal)
-    return [(n, _rate_of(problem, -(-min(w, N) // r), backward)) for n, (w, r) in zip(pairs, pattern.branches, strict=True)]
 
 
 def _rate_of(problem: Problem, length: int, backward: bool, block_masks: str = "none") -> Rate:
@@ -249,14 +246,3 @@ def _rate_of(problem: Problem, length: int, backward: bool, block_masks: str = "
         raise _NoRate(reason + (f"; known are {others}" if others else ""))
     share = _ASSUMED.get(backend, _ASSUMED_ELSE)
     return backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, {peak / 1e12:,.0f} TFLOP/s"
-
-
-def _host(problem: Problem, backward: bool, exchange: Exchange) -> float:
-    """Returns the CPU's time for the call and its launches."""
-    if problem.machine.is_cpu:
-        return 0.0
-    launches, pattern = max(1, exchange.steps), problem.pattern
-    if isinstance(pattern, DilatedPattern):
-        shape = whole_shape(problem.num_heads, problem.num_kv_heads, problem.rows, problem.is_causal)
-        launches = exchange.steps + len(problems_of(pattern, shape).problems)
-    return _CALL[backward] + _RECORDED * (problem.training and not backward) + launches * _LAUNCH[backward]

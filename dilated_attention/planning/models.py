@@ -15,14 +15,13 @@ from dilated_attention.models import LongNetConfig, SlideEncoderConfig
 from dilated_attention.models.config import sum_over_layers
 from dilated_attention.models.loss import CHUNK_BYTES
 from dilated_attention.models.summary import block_bytes, cache_bytes, embedding_parameters
-from dilated_attention.pattern import BlockPattern, DilatedPattern
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of, shared_fields
 from dilated_attention.planning.gpus import Gpu
-from dilated_attention.planning.memory import counts_of, memory_of, of_engine, sizes_of
+from dilated_attention.planning.memory import counts_of, exchange_of, memory_of, of_engine, sizes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.problem import MOST, Problem, kind_of, make_problem
-from dilated_attention.planning.ring import exchange_of
 from dilated_attention.validation import check_bool
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
@@ -178,7 +177,12 @@ def _peak_of(run: Run, problems: tuple[Problem, ...]) -> tuple[Terms, str]:
     if cached is not None:
         problems = tuple(one.of_length(min(one.num_positions, PREFILL)) for one in problems)
     rows = problems[0].rows * problem.batch_size
-    inside = [max(sizes) for sizes in zip(*map(_inside_attention, problems), strict=True)]
+    # bytes that attention allocates in addition to q, k, v and out, and in a backward to their gradients
+    inside = [0, 0]
+    for one in problems:
+        estimate, (Q, K, R, _, a) = memory_of(one), sizes_of(one)
+        peaks = estimate.forward_peak - 2 * (Q + K) * e - R * a, estimate.backward_peak - 4 * (Q + K) * e - R * a
+        inside = list(map(max, inside, peaks))
     # tiles or patches as they are given, and embedded
     width = config.in_dim if isinstance(config, SlideEncoderConfig) else 0 if config is stack else config.in_channels * config.patch_size**2
     given = rows * run.weight * (embed if config is stack else width + 2 * embed)
@@ -190,8 +194,11 @@ def _peak_of(run: Run, problems: tuple[Problem, ...]) -> tuple[Terms, str]:
         always += [("keys and values of the cache", cached or 0), ("activations", given), ("inside a block", one_block)]
         return tuple(term for term in always if term[1]), "in the forward"
     # weights that autocast has cast are saved, too
-    outputs = [_kept_bytes(one) for one, layer in zip(problems, stack.cycle, strict=True) if layer.mixture_grad == "detached"]
-    saved = rows * block + max(outputs, default=0) + e * block_size * (run.weight != e)
+    saved = rows * block + e * block_size * (run.weight != e)
+    # a call with detached mixing saves its branches' outputs (engine/ops/prepare.py)
+    detached = [one for one, layer in zip(problems, stack.cycle, strict=True) if layer.mixture_grad == "detached" and one.world_size == 1]
+    terms_of = [dict(of_engine(one, one.num_positions, detached=True).forward) for one in detached if one.computes == "dilated"]
+    saved += max((terms.get("the branches' own outputs", 0) for terms in terms_of), default=0)
     passing = max(rows * passing, inside[1])
     kept = saved
     if run.checkpoints:
@@ -231,20 +238,6 @@ def _cache_of(run: Run, problem: Problem) -> int | None:
         return None
     each = cache_bytes(run.stack, problem.num_positions, problem.dtype.itemsize)
     return None if each is None else problem.batch_size * each
-
-
-def _inside_attention(problem: Problem) -> tuple[int, int]:
-    """Returns the bytes, forward and backward, that attention allocates in addition to its inputs and results."""
-    estimate, (Q, K, R, e, a) = memory_of(problem), sizes_of(problem)
-    # q, k, v and out; with gradients twice that
-    return max(0, estimate.forward_peak - 2 * (Q + K) * e - R * a), max(0, estimate.backward_peak - 4 * (Q + K) * e - R * a)
-
-
-def _kept_bytes(problem: Problem) -> int:
-    """Returns the bytes of branch outputs that a call with detached mixing saves (engine/ops/prepare.py)."""
-    if problem.world_size > 1 or not isinstance(problem.pattern, DilatedPattern):
-        return 0
-    return dict(of_engine(problem, problem.num_positions, detached=True).forward).get("the branches' own outputs", 0)
 
 
 def _step_seconds(run: Run, problems: tuple[Problem, ...], flops: float) -> tuple[float | None, str, str]:

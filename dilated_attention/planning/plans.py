@@ -11,8 +11,8 @@ from typing import Any
 from dilated_attention.engine.memory import MemoryEstimate
 from dilated_attention.models.summary import USABLE, readable
 from dilated_attention.planning.gpus import THIS_CPU
+from dilated_attention.planning.memory import Exchange
 from dilated_attention.planning.problem import RINGS
-from dilated_attention.planning.ring import Exchange
 
 _PASSES = ("forward", "backward")
 # (unit, its size, the least number that is written in it); each list ends with the unit of all smaller numbers

@@ -26,6 +26,8 @@ _PACKAGES = frozenset({"flash-attn-4", "triton"})
 MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128}
 MOST |= {"weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
 MOST_BRANCHES = 32
+# blocks drawn for a row, each of which a row of blocks is compared with
+MOST_DRAWN = 1024
 # elements of q: the byte counts derived from it must fit in 64 bits
 MOST_ELEMENTS = 2**56
 
@@ -126,9 +128,15 @@ def make_problem(
     layout = ("zigzag" if kind == "ring" else "contiguous") if layout is None else layout
     one_of("layout", layout, ("contiguous", "zigzag", *(("striped",) if kind != "ring_block_sparse" else ())))
     one_of("exchange", exchange, ("auto", "all_gather", "ring", "all_to_all"))
+    is_here = machine.is_cpu or (torch.cuda.is_available() and torch.cuda.get_device_name() == machine.name)
+    hardware = (
+        detect("cpu" if machine.is_cpu else "cuda")
+        if is_here
+        else replace(EXAMPLES["hopper"], capability=machine.capability, packages=_PACKAGES, name=machine.name)
+    )
     return Problem(
         kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, num_heads), dtype=_dtype(dtype, machine),
-        layout=layout, exchange=exchange, is_causal=is_causal, training=training, machine=machine, hardware=_hardware(machine), **sizes,
+        layout=layout, exchange=exchange, is_causal=is_causal, training=training, machine=machine, hardware=hardware, **sizes,
     )  # fmt: skip
 
 
@@ -151,6 +159,11 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
         raise TypeError(
             f"kind is {kind!r} and pattern is {pattern!r}; it takes a pattern of dilated_attention.pattern, such as LocalWindow(1024)"
         )
+    if getattr(pattern, "random_blocks", 0) > MOST_DRAWN:
+        raise ValueError(
+            f"random_blocks is {shown(pattern.random_blocks)}; expected at most {MOST_DRAWN:,} to plan for: "
+            "take a density, with_sparsity(0.5)"
+        )
     if computes == "dilated":
         if pattern is None and (segment_lengths is None or dilation_rates is None):
             raise ValueError(f"kind is {kind!r}, which needs segment_lengths and dilation_rates, such as [2048, 8192] and [1, 4]")
@@ -162,12 +175,3 @@ def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: A
         if pattern.num_branches > MOST_BRANCHES:
             raise ValueError(f"segment_lengths has {pattern.num_branches:,} entries; expected at most {MOST_BRANCHES} branches to plan for")
     return WHOLE if computes == "dense" else pattern
-
-
-def _hardware(machine: Gpu) -> Hardware:
-    if machine.is_cpu:
-        return detect("cpu")
-    if torch.cuda.is_available() and torch.cuda.get_device_name() == machine.name:
-        return detect("cuda")
-    # hardware of another machine
-    return replace(EXAMPLES["hopper"], capability=machine.capability, packages=_PACKAGES, name=machine.name)

@@ -77,28 +77,29 @@ def test_cells_of_long_patterns() -> None:
 
 
 def test_the_drawing_has_a_character_a_pair_and_tells(capsys: Capture) -> None:
-    line = "dilated --segment-lengths 4 8 --dilation-rates 1 2 --length 16 --heads 2 --width 60"
-    lines = shown(capsys, line).splitlines()
+    lines = shown(capsys, "dilated --segment-lengths 4 8 --dilation-rates 1 2 --length 16 --heads 3").splitlines()
     mask = DilatedPattern((4, 8), (1, 2)).dense_mask(16, 16, 2).tolist()
-    assert lines[0].split("head") == ["   ", " 0             ", " 1"]
-    for i, row in enumerate(lines[2:18]):
-        assert row[3:].split("   ") == ["".join("·▒█"[m] for m in mask[head][i]) for head in (0, 1)]
-    assert "· 0  ▒ 1  █ 2" in "\n".join(lines) and max(map(len, lines[:18])) <= 60
-    text = shown(capsys, f"{DILATED} --length 64 --heads 2 --head 1 --width 80")
-    assert "head 1" in text and "head 0" not in text
+    # heads of one offset are drawn once
+    assert (lines[0], lines[18]) == ("   head 0, 2", "   head 1")
+    for head, start in ((0, 1), (1, 19)):
+        assert [row[3:] for row in lines[start : start + 16]] == ["".join("·▒█"[m] for m in row) for row in mask[head]]
+    assert "· 0  ▒ 1  █ 2" in "\n".join(lines)
+    text = shown(capsys, f"{DILATED} --length 64 --heads 2")
     assert "3,072 pairs, 37.500% of the 8,192 of dense attention; 24.0 keys per query and head" in text
     assert "2,560 different pairs (31.250%), of which 512 are reached by several branches" in text
     assert "segments of 32, rate 2: 1,024 pairs, 8.0 keys per query and head" in text
 
 
 @pytest.mark.parametrize("width", [24, 300])
-def test_the_drawing_keeps_to_its_width_and_says_what_a_character_stands_for(width: int, capsys: Capture) -> None:
-    line = f"dilated --segment-lengths 512 4k --dilation-rates 1 8 --length 4k --heads 2 --head 0 --causal --width {width}"
-    lines = shown(capsys, line).splitlines()
-    drawn = lines[2 : lines.index("")]
-    assert max(map(len, drawn)) <= width
+def test_the_drawing_keeps_to_its_width_and_says_what_a_character_stands_for(
+    width: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = shown(capsys, "dilated --segment-lengths 512 4k --dilation-rates 1 8 --length 4k --heads 1 --causal").splitlines()
+    drawn = lines[1 : lines.index("")]
+    assert max(map(len, lines)) <= width
     cell = 4096 // len(drawn)
-    assert any(f"a character stands for {cell:,} × {cell:,} positions" in line for line in lines)
+    assert f"a character stands for {cell:,} × {cell:,} positions" in " ".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from dilated_attention import DilatedPattern
 from dilated_attention.distributed.exchange import setup
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
-from dilated_attention.planning.ring import Bytes
+from dilated_attention.planning.memory import Bytes
 from dilated_attention.testing import inputs
 from tests.distributed import test_ring_blocks as blocks
 from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes, heads_bytes

@@ -27,7 +27,7 @@ import torch
 
 from dilated_attention.distributed.sharding.layout import Layout
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.planning.ring import Bytes
+from dilated_attention.planning.memory import Bytes
 from tests.helpers.ring_cases import positions
 
 Documents = Sequence[tuple[int, int]]

@@ -20,7 +20,7 @@ from tests.package.test_layout import sources
 
 ROOT = Path(__file__).parents[2]
 # what the package may import, and which extra or other package has it; of triton, torch for CUDA depends on it
-DEPENDENCIES = {"torch", "einops", "safetensors", "rich"}
+DEPENDENCIES = {"torch", "einops", "safetensors"}
 # not imported here: safetensors.torch needs it and does not depend on it
 INDIRECT = {"numpy"}
 OPTIONAL = {

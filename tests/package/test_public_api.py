@@ -50,7 +50,7 @@ def test_import_works_with_every_extra_blocked() -> None:
     code = """
 import sys
 class Block:
-    blocked = {'matplotlib', 'safetensors', 'rich', 'triton', 'flash_attn', 'flash_attn_interface', 'xformers', 'transformers'}
+    blocked = {'matplotlib', 'safetensors', 'triton', 'flash_attn', 'flash_attn_interface', 'xformers', 'transformers'}
     def find_spec(self, name, path=None, target=None):
         if name.split('.')[0] in self.blocked or name in self.blocked:
             raise ModuleNotFoundError(name)

@@ -18,7 +18,7 @@ from dilated_attention import block_sparse_attention, dilated_attention, profile
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
-from dilated_attention.planning.blocks import block_counts
+from dilated_attention.planning.memory import block_counts
 from tests.helpers.comm_volume import CommSizes, dense_bytes
 from tests.helpers.largest import Largest
 
@@ -47,7 +47,6 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("NVIDIA H200", "H200 SXM"),
         ("a100-80gb", "A100 SXM 80GB"),
         ("NVIDIA A100-SXM4-40GB", "A100 SXM 40GB"),
         ("Tesla V100-SXM2-32GB", "V100 SXM2 32GB"),
@@ -162,9 +161,8 @@ def test_two_billion_positions_are_planned_in_a_moment(kind: str) -> None:
         (lambda b, h, i, j: i // 4096 == j // 4096, False, lambda n: 2048.0),
     ],
 )
-@pytest.mark.parametrize("n", [2**15, 2**17])
-def test_a_function_of_pairs_is_asked_about_some(function: Any, heads_differ: bool, keys_of_query: Any, n: int) -> None:
-    asked = 0
+def test_a_function_of_pairs_is_asked_about_some(function: Any, heads_differ: bool, keys_of_query: Any) -> None:
+    asked, n = 0, 2**17
 
     def fn(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         nonlocal asked
@@ -175,7 +173,7 @@ def test_a_function_of_pairs_is_asked_about_some(function: Any, heads_differ: bo
     found = plan("block_sparse", n, num_heads=2, pattern=pattern, is_causal=True)
     assert pattern.per_head == heads_differ
     assert not found.pairs_exact and found.pairs == pytest.approx(2 * n * keys_of_query(n), rel=0.1)
-    # of 2^29 in the shorter, and 2^33 in the longer sequence
+    # of 2^33
     assert 0 < asked <= 2**25
 
 
@@ -320,6 +318,7 @@ def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, An
         ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are not a multiple of 3"),
         ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),
         ("dense", {"dtype": torch.int8}, "dtype is torch.int8"),
+        ("block_sparse", {"pattern": BigBird(256, 0, 2**62)}, "random_blocks is 4611686018427387904; expected at most 1,024 to plan for"),
         # the product is 2⁸⁶, which is 0 in numpy's 64 bits
         ("dense", {"num_positions": np.int64(2**40), "num_heads": np.int64(512), "batch_size": np.int64(2**31)}, "expected at most 2..56"),
     ],
@@ -336,7 +335,7 @@ def test_what_cannot_be_is_refused(kind: str, options: dict[str, Any], text: str
         plan_model("longnet-tiny", num_positions=64, world_size=np.array([1, 2]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_positions", [2**20, 2**22, 2**24, 2**31 - 2**20])
+@pytest.mark.parametrize("num_positions", [2**20, 2**31 - 2**20])
 def test_a_global_row_of_a_long_sequence_takes_little_memory(num_positions: int) -> None:
     # its first row of blocks keeps every key, 16 heads draw their own blocks
     pattern = BigBird(128, 3, 1)
@@ -356,7 +355,7 @@ def test_a_density_has_its_pairs_at_lengths_of_which_few_rows_are_looked_at(is_c
     assert found.pairs == pytest.approx(0.1 * heads * n * n / (2 if is_causal else 1), rel=0.01)
 
 
-@pytest.mark.parametrize("num_positions", [700, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize("num_positions", [700, 2048, 8192])
 def test_pairs_of_a_function_of_which_rows_are_sampled(num_positions: int) -> None:
     pattern, heads = MaskFunction(lambda batch, head, query, key: key <= query), 32
     counts = block_counts.__wrapped__(pattern, num_positions, heads, False, 0)

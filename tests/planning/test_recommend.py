@@ -141,7 +141,7 @@ def made_by(answer: Any) -> dict[str, Any]:
     return {name: value for name, value in made.items() if name not in ("mesh", "layout")}
 
 
-@pytest.mark.parametrize("parameters", [1.3e8, 3.5e8, 1.3e9, 7e9, 1.3e10])
+@pytest.mark.parametrize("parameters", [1.3e8, 1.3e9, 7e9])
 def test_models_have_about_as_many_parameters_as_asked_for(parameters: float) -> None:
     for shape in ({}, {"heads": 24, "head_dim": 64}):
         made = made_by(recommend("long-context", 2**17, gpu="H200", parameters=parameters, **shape))
@@ -186,6 +186,8 @@ def test_caches_decide_how_far_segments_reach() -> None:
     row = 2 * 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim
     assert many.memory == 2 * sum(p.numel() for p in model.parameters()) + 64 * row * many.segment_lengths[-1]
     assert model.config.num_kv_heads == 4 and "PagedKVCache" in many.setting("KV cache").value
+    # the pairs of so many blocks are not listed
+    assert recommend("serving", 2**30, gpu="cpu", users=400).kind == "block_sparse"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,45 +150,3 @@ def test_bins_and_equal_tokens_are_those_of_hand_counts(part: Part) -> None:
     assert found.mean_beyond([[0, 1, 10, 9.0], [8, 16, 1, 2.0], [16, 32, 3, 4.0]], 8) == 3.5
     with pytest.raises(ValueError, match="holds no results"):
         found.results(Path("none"))
-
-
-def test_a_queue_starts_a_run_a_gpu_and_leaves_out_what_has_ended(
-    part: Part, here: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = part("compare_attention")
-    names = ("dense", "window-8", "bigbird", "topblocks")
-    queue = tmp_path / "queue.json"
-    queue.write_text(json.dumps([{"attention": name, "data": ["genomes", "a.fa"], "lr": 0.01, "checkpoint": True} for name in names]))
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "window-8-genomes-0.01-True.json").write_text("{}")
-    started: list[Any] = []
-
-    class Process:
-        def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
-            self.command, self.place, self.polls, self.code = command, env["CUDA_VISIBLE_DEVICES"], 0, None
-            assert len([one for one in started if one.code is None]) < 2
-            started.append(self)
-
-        def poll(self) -> int | None:
-            self.polls += 1
-            if self.polls > 2:
-                self.code = 1 if "bigbird" in self.command else 0
-            return self.code
-
-        def send_signal(self, kind: int) -> None:
-            assert kind == signal.SIGTERM
-            self.code = 128 + kind
-
-    monkeypatch.setattr(script.subprocess, "Popen", Process)
-    code, said, _ = here("compare_attention.py", "--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--cache", "text.pt")
-    assert code == 1 and "failed: bigbird-genomes-0.01-True" in said
-    assert [one.command[one.command.index("--attention") + 1] for one in started] == ["dense", "bigbird", "topblocks"]
-    assert started[0].command[2:] == [
-        "--attention", "dense", "--data", "genomes", "a.fa", "--lr", "0.01", "--checkpoint",
-        "--out", str(tmp_path / "runs" / "dense-genomes-0.01-True"), "--cache", "text.pt",
-    ]  # fmt: skip
-    assert [one.place for one in started[:2]] == ["0", "1"]
-    started.clear()
-    monkeypatch.setattr(Process, "poll", lambda self: self.code)
-    code, said, _ = here("compare_attention.py", "--queue", queue, "--gpus", 2, "--out", tmp_path / "runs", "--stop-after", 0.3)
-    assert code == 0 and len(started) == 2 and "failed" not in said and f"ended with {128 + signal.SIGTERM}" in said

@@ -55,9 +55,9 @@ def test_the_script_measures_before_and_after_tuning(model: Path, tmp_path: Path
     texts, output = tmp_path / "texts", tmp_path / "quality.json"
     texts.mkdir()
     for i in range(8):
-        words = " ".join(f"word {chr(97 + (i + j) % 26)}" for j in range(400))
+        words = " ".join(f"word {chr(97 + (i + j) % 26)}" for j in range(200))
         (texts / f"{i}.txt").write_text(f"Chapter {i} has its own words. {words}")
-    (texts / "table.txt").write_text(" ".join(str(i) for i in range(2000)))
+    (texts / "table.txt").write_text(" ".join(str(i) for i in range(1000)))
     how = f"--length {LENGTH} --densities 60 10 --methods window top-blocks --tuning 100 --lr 0.003".split()
     result = run_script(SCRIPT, "--model", str(model), "--texts", str(texts), "--output", str(output), *how)
     assert result.returncode == 0, result.stderr

@@ -166,7 +166,8 @@ class Axial(WholeBlocks):
         low = (first[index] + step * self.width).clamp(min=0) // grid.k_block
         high = (last[index] + step * self.width).clamp(max=end - 1) // grid.k_block + 1
         which, column = expand(low, high)
-        return merged(grid, same_row, (index[which], column))
+        blocks = [grid.block(*blocks) for blocks in (same_row, (index[which], column))]
+        return grid.listed(torch.unique(torch.cat(blocks)))
 
     def cost(self, grid: Grid) -> float:
         return min((self.width + grid.q_block) / grid.k_block + 2 * (grid.num_positions / self.width + 1), grid.num_columns)
