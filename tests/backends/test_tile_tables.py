@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from dilated_attention.backends.tiles import ahead, call
+from dilated_attention.backends.tiles import call
+from dilated_attention.backends.tiles import launch as tile_launch
 from dilated_attention.backends.tiles.call import Tables
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk, counts_of
@@ -201,7 +202,7 @@ def test_a_kernel_that_compiles_ahead_is_waited_for_where_it_is_launched(
     with pytest.raises(ValueError, match="the compiler says no"):
         launch([16, 32], lambda: (x, y), 1)
     launch([0, 0], lambda: (x, y), NO_DEVICE)
-    ahead.finish()
+    tile_launch.finish()
     assert len(kernel.bound) == 2
     for rows in (16, 48):
         # of another length, and so another launch

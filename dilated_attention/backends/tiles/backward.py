@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.lists import hide_listed, hide_pairs, list_steps, next_block, read_list, whole_sequence
 from dilated_attention.backends.tiles.rows import (
     LOG2_E,
     VARYING,
@@ -20,15 +19,21 @@ from dilated_attention.backends.tiles.rows import (
     distances,
     drop,
     hide,
+    hide_listed,
+    hide_pairs,
     kept,
     key_parts,
+    list_steps,
     load_places,
     load_rows,
+    next_block,
     places_of,
     product,
+    read_list,
     read_segment,
     seen,
     store_rows,
+    whole_sequence,
 )
 
 

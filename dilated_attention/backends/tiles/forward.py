@@ -7,7 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.lists import hide_listed, list_steps, next_block, read_list, whole_sequence
 from dilated_attention.backends.tiles.rows import (
     LN_2,
     VARYING,
@@ -15,15 +14,20 @@ from dilated_attention.backends.tiles.rows import (
     distances,
     drop,
     hide,
+    hide_listed,
     kept,
     key_parts,
+    list_steps,
     load_places,
     load_rows,
+    next_block,
     places_of,
     product,
+    read_list,
     read_segment,
     seen,
     store_rows,
+    whole_sequence,
 )
 
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from dilated_attention.backends.tiles.hopper.kernel_rows import (
+from dilated_attention.backends.tiles.hopper_rows import (
     COPIERS,
     GROUPS,
     barriers,

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dilated_attention.backends.tiles.hopper.kernel_rows import (
+from dilated_attention.backends.tiles.hopper_rows import (
     COPIERS,
     GROUPS,
     ROWS,

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.scratch import LARGE_MEMORY
-from dilated_attention.backends.tiles.sizes import TileSizes, head_blocks, sizes
+from dilated_attention.backends.tiles.sizes import LARGE_MEMORY, head_blocks, sizes
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 # roughly the number of programs that a GPU runs at a time; it only determines which lists count as long
 _PROGRAMS = 128
-# see ``lists.Form.masks``
+# see ``rows.Form.masks``
 _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 # the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
 _SMALLEST_SCALE = 1e-30
@@ -70,16 +69,16 @@ class TritonBlocksBackend(Backend):
         """
         from dilated_attention.backends.tiles.forward import forward_kernel
 
-        call = _Call(q, k, v, keys, options)
-        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), new_lse(q)
+        assert isinstance(keys, BlockLists)
+        out, lse, padding = torch.empty(q.shape, dtype=q.dtype, device=q.device), new_lse(q), _padding_of(options, keys, q.shape[0])
         # in place of the lse of parts, tables, words of dropout and a bias
         unread = lse
-        tensors = q, k, v, out, lse, out, unread, unread, unread, call.padding, unread, unread, unread, unread
-        strides = *_strides(q, k, v, out), call.padding.stride(0), 0
+        tensors = q, k, v, out, lse, out, unread, unread, unread, padding, unread, unread, unread, unread
+        strides = *_strides(q, k, v, out), padding.stride(0), 0
         scale = max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E
         # direct, left, right, scale, threshold, keep_scale
-        numbers = *call.sizes, 0, 0, 0, scale, 0, 1.0
-        call.launch("forward", forward_kernel, tensors, (*strides, *numbers), ZERO_KEYS=False)()
+        numbers = *_sizes_of(q, k), 0, 0, 0, scale, 0, 1.0
+        _launch("forward", forward_kernel, q, k, options, keys, (*tensors, *strides, *numbers), ZERO_KEYS=False)()
         return out, lse
 
     def backward(
@@ -97,28 +96,28 @@ class TritonBlocksBackend(Backend):
         """
         from dilated_attention.backends.tiles.backward import key_kernel, query_kernel
 
-        call = _Call(q, k, v, keys, options)
+        assert isinstance(keys, BlockLists)
         dout, out = (x if x.stride(3) == 1 else x.contiguous() for x in (dout.to(q.dtype), out))
         lse = lse.contiguous()
         dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, k, v))
         # δ and lse · log2(e) of each row
         stats = torch.empty(2 * lse.numel(), dtype=torch.float32, device=q.device)
-        pad, numbers = call.padding.stride(0), (0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0)
+        padding, numbers = _padding_of(options, keys, q.shape[0]), (0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0)
+        pad, sizes = padding.stride(0), _sizes_of(q, k)
         of_dlse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
-        B, H, _, group, *rows = call.sizes
+        B, H, _, group, *rows = sizes
         unread = lse
         of_rows = q, k, v, out, lse, dout, unread if dlse is None else dlse, stats, dq, dq
-        tensors = *of_rows, unread, unread, call.padding, unread, unread, unread, unread
-        strides = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0
-        of_queries = *strides, *call.sizes, q.shape[1], *numbers
-        query = call.launch("query", query_kernel, tensors, of_queries, OWN=False, DLSE=dlse is not None)
-        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, call.padding, unread, unread
+        tensors = *of_rows, unread, unread, padding, unread, unread, unread, unread
+        of_queries = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0, *sizes, q.shape[1], *numbers
+        query = _launch("query", query_kernel, q, k, options, keys, (*tensors, *of_queries), OWN=False, DLSE=dlse is not None)
+        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, padding, unread, unread
         # batches, heads, key heads and heads of offsets
         of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
         # the GPU computes dq while the host makes the lists of the other kernel, but for the first time, when both kernels compile
         if not (is_first := query.start()):
             query()
-        key = call.launch("key", key_kernel, read_and_written, of_keys, SHARED=True)
+        key = _launch("key", key_kernel, q, k, options, keys, (*read_and_written, *of_keys), SHARED=True)
         if is_first:
             key.start()
             query()
@@ -126,42 +125,30 @@ class TritonBlocksBackend(Backend):
         return dq, dk, dv
 
 
-class Order(NamedTuple):
-    """The order in which programs process the lists: longest first.
+def order_of(lists: BlockLists, members: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns the order in which programs process the lists of query blocks, or of key blocks (``members`` > 0); computed once.
 
-    Lengths are compared in steps of a quarter of the mean, so that neighbours of similar length stay together.
+    Longest first; lengths are compared in steps of a quarter of the mean, so that neighbours of similar length stay together.
 
     Args:
+        members: the heads with lists of their own that a program of key blocks covers.
+
+    Returns:
         places: (groups, lists) int32, each group's lists in their order.
         heavy: () int32, the number of lists that all heads process before any head continues with the rest: lists so long that they would
             finish after everything else if the last head only began with them in its turn.
     """
 
-    places: Tensor
-    heavy: Tensor
+    def make(lists: BlockLists) -> tuple[Tensor, Tensor]:
+        if members:
+            counts = lists.by_column.starts.diff().view(lists.num_groups // members, members, lists.num_columns).sum(1)
+        else:
+            counts = lists.row_starts.diff().view(lists.num_groups, lists.num_rows)
+        coarse = (counts * (4 / counts.float().mean().clamp(min=1e-3))).int()
+        heavy = (coarse >= 4 * max(2.0, counts.shape[1] / (2 * _PROGRAMS))).sum(1).amax()
+        return coarse.argsort(dim=1, descending=True, stable=True).int(), heavy.int()
 
-
-def row_order(lists: BlockLists) -> Order:
-    """Returns the order of the query blocks' lists, by group; computed once."""
-    return lists.derived("triton rows", lambda x: _order(x.row_starts.diff().view(x.num_groups, x.num_rows)))
-
-
-def column_order(lists: BlockLists, heads_per_key_head: int) -> Order:
-    """Returns the order of the key blocks' lists by batch entry and key head, whose program covers all its query heads; computed once."""
-    members = heads_per_key_head if lists.num_heads > 1 else 1
-
-    def make(lists: BlockLists) -> Order:
-        counts = lists.by_column.starts.diff().view(lists.num_groups // members, members, lists.num_columns)
-        return _order(counts.sum(1))
-
-    return lists.derived(("triton columns", members), make)
-
-
-def _order(counts: Tensor) -> Order:
-    num_lists = counts.shape[1]
-    coarse = (counts * (4 / counts.float().mean().clamp(min=1e-3))).int()
-    heavy = (coarse >= 4 * max(2.0, num_lists / (2 * _PROGRAMS))).sum(1).amax()
-    return Order(coarse.argsort(dim=1, descending=True, stable=True).int(), heavy.int())
+    return lists.derived(("triton", members), make)
 
 
 class _Launch(NamedTuple):
@@ -181,16 +168,18 @@ class _Launch(NamedTuple):
         if (self.kind, form) in _compilations or self.device.type != "cuda" or not self.programs:
             return False
         # what follows needs Triton
-        from dilated_attention.backends.tiles import ahead
+        from triton.runtime.jit import MockTensor
+
+        from dilated_attention.backends.tiles import launch
 
         # the interpreter compiles nothing
-        if not (ahead.knows_triton() and hasattr(self.kernel, "params")):
+        if not (launch.knows_triton() and hasattr(self.kernel, "params")):
             return False
         # dtypes in place of tensors, which would live as long as the compilation
         arguments, of_lists = ([x.dtype if isinstance(x, Tensor) else x for x in given] for given in (self.arguments, lists))
-        options = self.options | {"lists": type(lists)(*map(ahead.stand_in, of_lists))}
+        options = self.options | {"lists": type(lists)(*map(MockTensor.wrap_dtype, of_lists))}
         for some in (form, form._replace(even=not form.even)):
-            _compilations[self.kind, some] = ahead.submit(self.kernel, arguments, options | {"FORM": some}, self.device.index or 0)
+            _compilations[self.kind, some] = launch.submit(self.kernel, arguments, options | {"FORM": some}, self.device.index or 0)
         return True
 
     def __call__(self) -> None:
@@ -206,63 +195,51 @@ class _Launch(NamedTuple):
             self.kernel[(self.programs,)](*self.arguments, **self.options)
 
 
-class _Call:
-    """What the launches of a pass share.
+def _padding_of(options: Options, lists: BlockLists, batch: int) -> Tensor:
+    """Returns the padding of keys (B, Nk) uint8, or a tensor that is not read."""
+    assert not options.causal and options.dropout is None and options.mask.band is None, "block lists already say which pairs are kept"
+    if options.mask.padding is None:
+        return lists.row_starts[None]
+    padding = options.mask.padding.view(torch.uint8)
+    return (padding if padding.stride(1) == 1 else padding.contiguous()).expand(batch, -1)
 
-    Args:
-        padding: (B or 1, Nk) uint8, or a tensor that is not read.
-        sizes: the kernels' arguments from ``num_batches`` to ``part_rows``.
-    """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, keys: Keys | None, options: Options) -> None:
-        assert isinstance(keys, BlockLists)
-        (B, Nq, H, self.head_dim), (_, Nk, K, _) = q.shape, k.shape
-        assert not options.causal and options.dropout is None and options.mask.band is None, "block lists already say which pairs are kept"
-        assert (Nq, Nk) == (keys.num_queries, keys.num_keys) and v.shape == k.shape and k.dtype == v.dtype == q.dtype and H % K == 0
-        assert keys.num_batch in (1, B) and keys.num_heads in (1, H)
-        assert all(x.stride(3) == 1 or self.head_dim == 1 for x in (q, k, v))
-        self.lists, self.dtype, self.device, self.negative = keys, q.dtype, q.device, options.scale < 0
-        self.is_padded, self.padding = options.mask.padding is not None, keys.row_starts[None]
-        if options.mask.padding is not None:
-            padding = options.mask.padding.view(torch.uint8)
-            self.padding = padding if padding.stride(1) == 1 else padding.contiguous()
-            self.padding = self.padding.expand(B, -1)
-        self.sizes = B, H, H, H // K, 0, Nq, Nq, Nk, 0
+def _sizes_of(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Returns the kernels' arguments from ``num_batches`` to ``part_rows``."""
+    (B, Nq, H, _), (_, Nk, K, _) = q.shape, k.shape
+    return B, H, H, H // K, 0, Nq, Nq, Nk, 0
 
-    def launch(self, which: str, kernel: Any, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **flags: bool) -> _Launch:
-        from dilated_attention.backends.tiles.lists import Form, Lists
 
-        lists, (B, H, _, group, *_) = self.lists, self.sizes
+def _launch(
+    which: str, kernel: Any, q: Tensor, k: Tensor, options: Options, lists: BlockLists, arguments: tuple[Any, ...], **flags: bool
+) -> _Launch:
+    from dilated_attention.backends.tiles.rows import Form, Lists
+
+    (B, _, H, D), group, is_padded = q.shape, q.shape[2] // k.shape[2], options.mask.padding is not None
+    if which == "key":
+        starts, others, masks = lists.by_column
+        blocks, visited, num_lists, heads = (lists.k_block, lists.q_block), lists.num_queries, lists.num_columns, H // group
+        places, heavy = order_of(lists, group if lists.num_heads > 1 else 1)
+    else:
         starts, others, masks = lists.row_starts, lists.columns, lists.masks
-        if which == "key":
-            starts, others, masks = lists.by_column
-            blocks, visited, num_lists, heads = (lists.k_block, lists.q_block), lists.num_queries, lists.num_columns, H // group
-            order = column_order(lists, group)
-        else:
-            blocks, visited, num_lists, heads = (lists.q_block, lists.k_block), lists.num_keys, lists.num_rows, H
-            order = row_order(lists)
-        size = _sizes_for(which, self.head_dim, self.dtype, blocks[0], self.device)
-        programs = num_lists * (blocks[0] // size.rows) * B * heads
-        low, high = lists.interval or (starts, starts)
-        # steps from group to group of the lists; 0 where all have the same
-        batch_step, head_step = int(lists.num_batch > 1), int(lists.num_heads > 1)
-        arrays = starts, others, starts if masks is None else masks, lists.bits, low, high, order.places, order.heavy
-        data = Lists(*arrays, num_lists, batch_step * lists.num_heads, head_step, batch_step * (heads if head_step else 1), head_step)
-        D0, D1 = head_blocks(self.head_dim)
-        options = {
-            "D": self.head_dim, "D0": D0, "D1": D1, "ROWS": size.rows, "PARTS": blocks[0] // size.rows, "BLOCK": size.block,
-            "STAGES": size.stages, "PRECISION": "ieee", "LEFT": False, "RIGHT": False, "CUT": False, "PADDING": self.is_padded,
-            "DROPOUT": False, "BIAS": False, "lists": data,
-            "FORM": Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, self.negative), **flags,
-            "num_warps": size.warps, "num_stages": size.stages,
-        }  # fmt: skip
-        kind = which, self.device, self.dtype, self.head_dim, size, self.is_padded, *flags.values()
-        return _Launch(kernel, programs, self.device, kind, (*tensors, *numbers), options)
-
-
-def _sizes_for(which: str, head_dim: int, dtype: torch.dtype, block: int, device: torch.device) -> TileSizes:
-    small = device.type == "cuda" and torch.cuda.get_device_capability(device) not in LARGE_MEMORY
-    return sizes(which, head_dim, dtype, block, small, lists=True)
+        blocks, visited, num_lists, heads = (lists.q_block, lists.k_block), lists.num_keys, lists.num_rows, H
+        places, heavy = order_of(lists)
+    size = sizes(which, D, q.dtype, blocks[0], q.device, lists=True)
+    parts = blocks[0] // size.rows
+    low, high = lists.interval or (starts, starts)
+    # steps from group to group of the lists; 0 where all have the same
+    batch_step, head_step = int(lists.num_batch > 1), int(lists.num_heads > 1)
+    arrays = starts, others, starts if masks is None else masks, lists.bits, low, high, places, heavy
+    data = Lists(*arrays, num_lists, batch_step * lists.num_heads, head_step, batch_step * (heads if head_step else 1), head_step)
+    D0, D1 = head_blocks(D)
+    form = Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, options.scale < 0)
+    constants = {
+        "D": D, "D0": D0, "D1": D1, "ROWS": size.rows, "PARTS": parts, "BLOCK": size.block, "STAGES": size.stages, "PRECISION": "ieee",
+        "LEFT": False, "RIGHT": False, "CUT": False, "PADDING": is_padded, "DROPOUT": False, "BIAS": False, "lists": data, "FORM": form,
+        **flags, "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
+    kind = which, q.device, q.dtype, D, size, is_padded, *flags.values()
+    return _Launch(kernel, num_lists * parts * B * heads, q.device, kind, arguments, constants)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
