@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dilated_attention.backends import AttentionRequest, Hardware, Options, detect, registry
+from dilated_attention.backends import Options, registry
 from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.tiles import blocks as triton_blocks
 from dilated_attention.backends.tiles.sizes import TileSizes
@@ -185,30 +185,6 @@ def test_shares_of_parts_idle_rows_and_any_scale(masks: str, backend: str) -> No
             grads = engine.backward(*tensors, options, lists_of(pattern), dlse=of_rows)
             dlse = dlse.index_fill(2, torch.tensor(idle), 0) if idle else dlse
             agree(list(grads), results(plain_attention, case, replace(no_dlse, dlse=dlse), torch.float64), ("dq", "dk", "dv"), tolerance)
-
-
-def test_who_takes_lists_says_what_it_does_not_take() -> None:
-    cpu = AttentionRequest(hardware=detect("cpu"), dtype=torch.float32, head_dim=59, needs_grad=True, key_mask=True)
-    for name, blocks, masks in itertools.product(("math", "sdpa_cpu"), ((64, 64), (128, 64)), ("none", "interval", "bits")):
-        assert registry.get(name).reasons_against(replace(cpu, blocks=blocks, block_masks=masks)) == []
-    hopper = Hardware(device_type="cuda", capability=(9, 0), torch_version=(2, 13), packages=frozenset({"triton"}))
-    request = AttentionRequest(hardware=hopper, dtype=torch.bfloat16, head_dim=72, blocks=(64, 128), block_masks="bits", key_mask=True)
-    backend, small = registry.get("triton"), replace(hopper, capability=(8, 9))
-    for change, words in (
-        ({}, ""),
-        ({"needs_grad": True, "lse_grad": True, "deterministic": True, "block_masks": "interval"}, ""),
-        ({"blocks": None}, "lists of blocks only"),
-        ({"blocks": (32, 64)}, "64x64"),
-        ({"window": True}, "window"),
-        ({"dropout": True}, "dropout"),
-        ({"dtype": torch.float64}, "float64"),
-        ({"head_dim": 264}, "256"),
-        ({"hardware": replace(hopper, packages=frozenset())}, "triton is not installed"),
-        ({"hardware": replace(hopper, capability=(7, 5)), "dtype": torch.float16}, "8.0"),
-        ({"hardware": small, "dtype": torch.float32, "head_dim": 256}, "shared memory"),
-    ):
-        reasons = backend.reasons_against(replace(request, **change))
-        assert len(reasons) == bool(words) and words in "".join(reasons), (change, reasons)
 
 
 # --- flex: what it does with lists around its kernel, which a dense one stands in for ---------------------------------------------
