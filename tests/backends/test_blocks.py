@@ -19,7 +19,7 @@ import torch
 
 from dilated_attention.backends import Options, registry
 from dilated_attention.backends.flash import flash4_blocks
-from dilated_attention.backends.tiles import blocks as triton_blocks
+from dilated_attention.backends.tiles import backend as triton_blocks
 from dilated_attention.backends.tiles.sizes import TileSizes
 from dilated_attention.backends.torch_ops import flex
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists

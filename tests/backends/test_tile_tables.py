@@ -111,6 +111,7 @@ class Kernel:
     """A kernel before it is compiled, which counts how often Triton would bind its arguments."""
 
     arg_names = ("x_ptr", "y_ptr", "n", "SECOND", "FIRST")
+    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in arg_names)
 
     def __init__(self) -> None:
         self.bound: list[tuple[tuple[int, ...], tuple[object, ...], dict[str, object]]] = []
@@ -128,7 +129,7 @@ class Kernel:
 def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
     kernel, made = Kernel(), []
-    launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3)
+    launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3, dtypes=())
 
     x, y = torch.empty(1), torch.empty(1)
 
@@ -151,9 +152,7 @@ def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeyp
 
 
 class Compilable(Kernel):
-    """A kernel whose first compilation fails, like any kernel of Triton's compiler but for its result."""
-
-    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in Kernel.arg_names)
+    """A kernel whose first compilation fails."""
 
     def warmup(self, *args: object, **kwargs: object) -> Compiled:
         self.bound.append(((), args, kwargs))

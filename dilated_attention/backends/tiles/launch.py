@@ -41,13 +41,12 @@ class KernelLaunch:
     make the launch with which Triton's JITFunction.run ends.
 
     Args:
-        dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths;
-            None for a launch that shares none.
+        dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths.
     """
 
     def __init__(
         self, kernel: Any, programs: int | tuple[int, int], numbers: Sequence[float], constants: dict[str, Any], warps: int = 4,
-        stages: int = 1, *, dtypes: Hashable = None,
+        stages: int = 1, *, dtypes: Hashable,
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self.programs = programs if isinstance(programs, tuple) else (programs, 1)
@@ -67,7 +66,7 @@ class KernelLaunch:
             self._start(tensors(), torch.cuda.current_device())
             return
         aligned, compiled = all_aligned(pointers), self._compiled
-        if compiled is None and aligned and self.dtypes is not None:
+        if compiled is None and aligned:
             variant = self._variant(len(pointers), device)
             compiled = _compiled.get(variant)
             if isinstance(compiled, Future):
@@ -85,8 +84,7 @@ class KernelLaunch:
         # the interpreter compiles nothing; with another Triton every launch goes through its binding
         if compiled is not None and aligned and knows_triton():
             self._keep(compiled, len(pointers))
-            if self.dtypes is not None:
-                _compiled[self._variant(len(pointers), device)] = compiled
+            _compiled[self._variant(len(pointers), device)] = compiled
 
     def _start(self, tensors: Sequence[Any], device: int) -> None:
         """Starts compiling the kernel for aligned tensors of these dtypes, unless that is done or under way."""
