@@ -223,11 +223,6 @@ class Prepared:
         drawn = words or (unread, unread, unread)
         return self.offsets, unread if padding is None else padding, *drawn, unread if bias is None else bias
 
-    def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
-        """Returns (rows per program, programs) of a launch over all rows."""
-        size = max(8, elements // self.columns)
-        return size, -(-rows // size) * heads * self.batch
-
 
 @functools.lru_cache(maxsize=64)
 def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:

@@ -117,8 +117,6 @@ def forward(
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
-    with on_device(q.device):
-        spans_at, queries_at, _ = p.tables.pointers()
     last = p.read_with(p.packed(padding), words, packed_bias(bias))
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
@@ -131,6 +129,7 @@ def forward(
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
+        spans_at, queries_at, _ = p.tables.pointers()
         pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in last)]
         launches[0](pointers, lambda: (*given, *unmerged(), p.tables.tensors()[1], *last), p.index)
         if rows:
@@ -211,8 +210,6 @@ def backward(
         stats, _, k_parts, v_parts = scratch()
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, p.tables.tensors()[2], *key_last
 
-    with on_device(q.device):
-        spans_at, queries_at, keys_at = p.tables.pointers()
     packed = packed_bias(bias)
     query_last = p.read_with(p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
@@ -221,6 +218,7 @@ def backward(
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
+        spans_at, queries_at, keys_at = p.tables.pointers()
         launches[0]([*addresses, stats_at, results[0], q_at, queries_at, *(x.data_ptr() for x in query_last)], queries, p.index)
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_last)]
         launches[1](pointers, keys, p.index)
@@ -270,11 +268,12 @@ def combine_launch(p: Prepared, *strides: Sequence[int]) -> KernelLaunch:
     """
     walk, H, Hk, step = p.call.walk, p.num_heads, p.kv_heads, step_of(p.call.walk, p.call.offsets)
     numbers = *(stride for of_result in strides for stride in of_result[:3]), p.batch, H, p.q_first, p.num_queries, p.part_rows, walk.steps
-    rows, q_tiles = p.tiles(_COMBINED, -(-p.num_queries // step), H if p.part_rows else 0)
+    rows = max(8, _COMBINED // p.columns)
+    q_tiles = -(-p.num_queries // (step * rows)) * p.batch * H * (p.part_rows > 0)
     constants = {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": rows, "BRANCHES": walk.num_branches, "CUT": walk.is_cut, "STEP": step}
     if len(strides) == 2:
         return KernelLaunch(combine.merge_kernel, q_tiles, numbers, {**constants, "DIRECT": walk.direct}, dtypes=p.dtype)
-    _, k_tiles = p.tiles(_COMBINED, -(-p.num_keys // step), Hk if p.key_part_rows else 0)
+    k_tiles = -(-p.num_keys // (step * rows)) * p.batch * Hk * (p.key_part_rows > 0)
     numbers = (
         *numbers, Hk, p.group, p.key_heads // Hk, p.num_keys, q_tiles, k_tiles, p.key_part_rows, walk.direct, walk.key_direct,
     )  # fmt: skip
