@@ -209,15 +209,14 @@ class TritonBlocksBackend(Backend):
         padding, numbers = _padding_of(options, keys, q.shape[0]), (0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0)
         pad, sizes = padding.stride(0), _sizes_of(q, k)
         of_dlse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
-        B, H, _, group, *rows = sizes
+        B, H, group, *rows = sizes
         unread = lse
         of_rows = q, k, v, out, lse, dout, unread if dlse is None else dlse, stats, dq, dq
         tensors = *of_rows, unread, unread, padding, unread, unread, unread, unread
         of_queries = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0, *sizes, q.shape[1], *numbers
         query = _launch("query", query_kernel, q, k, options, keys, (*tensors, *of_queries), OWN=False, DLSE=dlse is not None)
         read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, padding, unread, unread
-        # batches, heads, key heads and heads of offsets
-        of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, H, group, *rows, q.shape[1], *numbers
+        of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, group, *rows, q.shape[1], *numbers
         # the GPU computes dq while the host makes the lists of the other kernel, but for the first time, when both kernels compile
         if not (is_first := query.start()):
             query()
@@ -311,7 +310,7 @@ def _padding_of(options: Options, lists: BlockLists, batch: int) -> Tensor:
 def _sizes_of(q: Tensor, k: Tensor) -> tuple[int, ...]:
     """Returns the kernels' arguments from ``num_batches`` to ``part_rows``."""
     (B, Nq, H, _), (_, Nk, K, _) = q.shape, k.shape
-    return B, H, H, H // K, 0, Nq, Nq, Nk, 0
+    return B, H, H // K, 0, Nq, Nq, Nk, 0
 
 
 def _launch(

@@ -93,7 +93,7 @@ def query_kernel(
     words_a_ptr, words_c_ptr, words_b_ptr, bias_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
     pad_branch,
-    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
+    num_batches, num_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
@@ -110,7 +110,7 @@ def query_kernel(
         head = pid % num_heads
         batch = (pid // num_heads % num_batches).to(tl.int64)
         branch, rate, first, count, low, high, tile, place, _places, _ = read_segment(
-            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, num_heads, head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
     else:
@@ -279,7 +279,7 @@ def _key_step(
 def key_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
     bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
-    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
+    num_batches, num_heads, kv_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
     right, scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
@@ -296,7 +296,7 @@ def key_kernel(
         batch = (pid // heads % num_batches).to(tl.int64)
         first_head = own_head * group if SHARED else own_head
         branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
-            rows_ptr, pid // (heads * num_batches * PARTS), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (heads * num_batches * PARTS), offsets_ptr, num_heads, first_head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (heads * num_batches) % PARTS
     else:

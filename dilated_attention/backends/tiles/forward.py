@@ -86,7 +86,7 @@ def _step(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr,
     words_b_ptr, bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
-    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
+    num_batches, num_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
     keep_scale, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
@@ -97,7 +97,7 @@ def forward_kernel(
         head = pid % num_heads
         batch = (pid // num_heads % num_batches).to(tl.int64)
         branch, rate, first, count, low, high, tile, place, num_places, _ = read_segment(
-            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, num_heads, head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
     else:

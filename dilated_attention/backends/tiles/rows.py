@@ -34,7 +34,7 @@ WIDTH = tl.constexpr(8)
 PACKED_WORDS = 64
 # integer arguments that are not specialised: one kernel serves all lengths, numbers of heads and windows
 VARYING = [
-    "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
+    "num_heads", "kv_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
     "q_part_rows", "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold", "num_batches", "pad_b", "pad_branch",
     "dlse_b", "dlse_n", "dlse_h", "lists", "num_shared", "k_tiles", "key_direct", "lse_b", "lse_h",
 ]  # fmt: skip
@@ -49,7 +49,7 @@ def between(first, rate, count, low, high):
 
 
 @triton.jit
-def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT: tl.constexpr):
+def read_segment(rows_ptr, row, offsets_ptr, num_heads, head, q_first, q_last, num_keys, CUT: tl.constexpr):
     """Reads a row of the table for one head. CUT: whether some positions have no query or no key.
 
     Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, tile, place of the first result, places per
@@ -58,7 +58,7 @@ def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head, q_first, q_last
     at = rows_ptr + row * WIDTH
     branch, rate, start, length = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     tile, place, places, query_place = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
-    offset = tl.load(offsets_ptr + branch * offset_heads + head)
+    offset = tl.load(offsets_ptr + branch * num_heads + head)
     first = start + offset
     count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
     low, high = 0, count

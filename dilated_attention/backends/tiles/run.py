@@ -157,7 +157,7 @@ def _forward_launches(
     B, H, rows = p.batch, p.num_heads, p.part_rows
     numbers = (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
-        B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
+        B, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
         call.scale * _LOG2_E, threshold, keep_scale,
     )  # fmt: skip
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
@@ -244,14 +244,14 @@ def _backward_launches(
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
     range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
     numbers = (
-        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
+        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
         *drawing,
     )  # fmt: skip
     queries = _tile_launch(
         p, "query", backward_kernels.query_kernel, numbers, {"OWN": has_parts, "DLSE": dlse is not None}, masks, aligned_tensors
     )
     numbers = (
-        *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows,
+        *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, *range_, p.key_part_rows, p.delta_rows,
         walk.key_direct, *p.bounds, *drawing,
     )  # fmt: skip
     keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
