@@ -24,6 +24,7 @@ from dilated_attention.backends.tiles.rows import (
     kept,
     key_parts,
     list_steps,
+    load_both,
     load_places,
     load_rows,
     next_block,
@@ -32,7 +33,7 @@ from dilated_attention.backends.tiles.rows import (
     read_list,
     read_segment,
     seen,
-    store_rows,
+    store_both,
     whole_sequence,
 )
 
@@ -132,18 +133,17 @@ def query_kernel(
         v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
         q_base = q_ptr + batch * q_b + head64 * q_h + row * q_n
         do_base = dout_ptr + batch * do_b + head64 * do_h + row * do_n
-        q0, d0 = load_rows(q_base, rows * q_n, inside, 0, D0, D, True), load_rows(do_base, rows * do_n, inside, 0, D0, D, True)
-        q1, d1 = q0, d0
-        if D1 > 0:
-            q1, d1 = load_rows(q_base, rows * q_n, inside, D0, D1, D, True), load_rows(do_base, rows * do_n, inside, D0, D1, D, True)
+        q0, q1 = load_both(q_base, rows * q_n, inside, D0, D1, D)
+        d0, d1 = load_both(do_base, rows * do_n, inside, D0, D1, D)
         part = place + tile * ROWS
         if OWN:
             out_base, out_rows = out_ptr + (head_row * delta_rows + part) * D, local.to(tl.int64) * D
         else:
             out_base, out_rows = out_ptr + batch * o_b + head64 * o_h + row * o_n, rows * o_n
-        delta = tl.sum(d0.to(tl.float32) * load_rows(out_base, out_rows, inside, 0, D0, D, True).to(tl.float32), 1)
+        out0, out1 = load_both(out_base, out_rows, inside, D0, D1, D)
+        delta = tl.sum(d0.to(tl.float32) * out0.to(tl.float32), 1)
         if D1 > 0:
-            delta += tl.sum(d1.to(tl.float32) * load_rows(out_base, out_rows, inside, D0, D1, D, True).to(tl.float32), 1)
+            delta += tl.sum(d1.to(tl.float32) * out1.to(tl.float32), 1)
         if DLSE:
             delta -= tl.load(dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + rows) * dlse_n, mask=inside, other=0.0)
         lse = tl.load(lse_ptr + head_row * num_queries + row + rows, mask=inside, other=float("inf"))
@@ -215,9 +215,7 @@ def query_kernel(
         else:
             dq_base = parts_ptr + (head_row * part_rows + part) * D
             dq_steps = local.to(tl.int64) * D
-        store_rows(dq_base, dq_steps, inside, acc0 * natural_scale, 0, D0, D)
-        if D1 > 0:
-            store_rows(dq_base, dq_steps, inside, acc1 * natural_scale, D0, D1, D)
+        store_both(dq_base, dq_steps, inside, acc0 * natural_scale, acc1 * natural_scale, D0, D1, D)
 
 
 @triton.jit
@@ -315,10 +313,8 @@ def key_kernel(
         rows = local.to(tl.int64) * wide_rate
         word_b = local
         k_base, v_base = k_ptr + batch * k_b + kv_head * k_h + row * k_n, v_ptr + batch * v_b + kv_head * v_h + row * v_n
-        k0, v0 = load_rows(k_base, rows * k_n, valid, 0, D0, D, True), load_rows(v_base, rows * v_n, valid, 0, D0, D, True)
-        k1, v1 = k0, v0
-        if D1 > 0:
-            k1, v1 = load_rows(k_base, rows * k_n, valid, D0, D1, D, True), load_rows(v_base, rows * v_n, valid, D0, D1, D, True)
+        k0, k1 = load_both(k_base, rows * k_n, valid, D0, D1, D)
+        v0, v1 = load_both(v_base, rows * v_n, valid, D0, D1, D)
         q_step, do_step = wide_rate * q_n, wide_rate * do_n
         block = tl.arange(0, BLOCK).to(tl.int64)
         q_steps, do_steps = block * q_step, block * do_step
@@ -385,8 +381,5 @@ def key_kernel(
             part = ((batch * heads + own_head) * part_rows + place + j0) * D
             dk_base, dk_steps = dk_parts_ptr + part, local.to(tl.int64) * D
             dv_base, dv_steps = dv_parts_ptr + part, local.to(tl.int64) * D
-        store_rows(dk_base, dk_steps, valid, dk0 * natural_scale, 0, D0, D)
-        store_rows(dv_base, dv_steps, valid, dv0, 0, D0, D)
-        if D1 > 0:
-            store_rows(dk_base, dk_steps, valid, dk1 * natural_scale, D0, D1, D)
-            store_rows(dv_base, dv_steps, valid, dv1, D0, D1, D)
+        store_both(dk_base, dk_steps, valid, dk0 * natural_scale, dk1 * natural_scale, D0, D1, D)
+        store_both(dv_base, dv_steps, valid, dv0, dv1, D0, D1, D)

@@ -18,6 +18,7 @@ from dilated_attention.backends.tiles.rows import (
     kept,
     key_parts,
     list_steps,
+    load_both,
     load_places,
     load_rows,
     next_block,
@@ -26,7 +27,7 @@ from dilated_attention.backends.tiles.rows import (
     read_list,
     read_segment,
     seen,
-    store_rows,
+    store_both,
     whole_sequence,
 )
 
@@ -114,10 +115,7 @@ def forward_kernel(
         k_base = k_ptr + batch * k_b + kv_head * k_h + first.to(tl.int64) * k_n
         v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
         q_offsets = local.to(tl.int64) * q_step
-        q0 = load_rows(q_base, q_offsets, inside, 0, D0, D, True)
-        q1 = q0
-        if D1 > 0:
-            q1 = load_rows(q_base, q_offsets, inside, D0, D1, D, True)
+        q0, q1 = load_both(q_base, q_offsets, inside, D0, D1, D)
         if FORM is not None and FORM.negative:
             # a row's highest score is that of its products only for scales that are not negative
             q0, q1 = -q0, -q1
@@ -189,6 +187,4 @@ def forward_kernel(
             out_steps = local.to(tl.int64) * D
             lse_base = part_lse_ptr + row
         tl.store(lse_base + local, row_lse, mask=inside)
-        store_rows(out_base, out_steps, inside, acc0 * share[:, None], 0, D0, D)
-        if D1 > 0:
-            store_rows(out_base, out_steps, inside, acc1 * share[:, None], D0, D1, D)
+        store_both(out_base, out_steps, inside, acc0 * share[:, None], acc1 * share[:, None], D0, D1, D)

@@ -112,6 +112,23 @@ def store_rows(base, offsets, valid, x, START: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def load_both(base, offsets, valid, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr):
+    """Loads both blocks of the columns of valid rows; twice the first one if there is no second."""
+    x0 = load_rows(base, offsets, valid, 0, D0, D, True)
+    x1 = x0
+    if D1 > 0:
+        x1 = load_rows(base, offsets, valid, D0, D1, D, True)
+    return x0, x1
+
+
+@triton.jit
+def store_both(base, offsets, valid, x0, x1, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr):
+    store_rows(base, offsets, valid, x0, 0, D0, D)
+    if D1 > 0:
+        store_rows(base, offsets, valid, x1, D0, D1, D)
+
+
+@triton.jit
 def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
     """Computes a·bᵀ over both blocks of the head dim."""
     x = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
