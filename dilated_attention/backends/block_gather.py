@@ -2,9 +2,9 @@
 
 A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results are scattered back. Blocks
 with masked pairs are pieces of their own: a kernel with a mask is slower, and under causality every query block has one such key block.
-Of several query blocks, what the last one lacks is computed as rows of zeros. Memory: one copy of the inputs, heads first, and one piece.
-The dense kernel is ``nonfinite.ContainedBackend.dense_forward`` or ``dense_backward``: of queries (P, L, G, D), keys and values
-(P, S, K, D), and pairs, bool (P, L or 1, S), True where the pair is kept, None where all are.
+Memory: one copy of the inputs, heads first, and one piece. The dense kernel is ``nonfinite.ContainedBackend.dense_forward`` or
+``dense_backward``: of queries (P, L, G, D), keys and values (P, S, K, D), and pairs, bool (P, L or 1, S), True where the pair is kept, None
+where all are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE_BYTES_GPU = 64 * 2**20
 
 
 class GatherProblems(NamedTuple):
-    """P problems of a query block and S keys: query block ``rows[p]`` of batch entry ``batch[p]`` over its key blocks ``columns[p]``.
+    """P problems of L queries and S keys: query block ``rows[p]`` of batch entry ``batch[p]`` over its key blocks ``columns[p]``.
 
     Args:
         heads, kv_heads: (1 or P, G) and (1 or P, K) heads of each problem.
@@ -44,14 +44,15 @@ class GatherProblems(NamedTuple):
     kv_heads: Tensor
     columns: Tensor
     entries: Tensor
+    num_queries: int
     num_keys: int
     has_pairs: bool
     is_second: bool
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """The index of its query blocks in blocks (B, R, block, H, D)."""
-        return self.batch[:, None], self.rows[:, None], slice(None), self.heads
+        """The index of its queries (P, G, L, D) in blocks (B, R, block, H, D)."""
+        return self.batch[:, None], self.rows[:, None], slice(self.num_queries), self.heads
 
 
 @torch.no_grad()
@@ -60,19 +61,20 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): see ``Backend.forward``."""
     B, Nq, H, _ = q.shape
-    acc, whole = accumulation_dtype(q.dtype), (B, lists.num_rows, _rows_of(lists), H)
+    acc, whole = accumulation_dtype(q.dtype), (B, lists.num_rows, lists.q_block, H)
     out, lse = q.new_zeros((*whole, q.shape[3])), torch.full((B, H, *whole[1:3]), -torch.inf, dtype=acc, device=q.device)
     if not q.is_meta:
         masks = _Masks(lists, options, B)
-        queries, keys, values = _Blocks(q, _rows_of(lists)), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+        queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
         for piece in _pieces(q, k, lists, options):
             inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
             part_out, part_lse = dense(*inputs, masks.options(piece), masks.pairs(piece))
-            batch, rows, _, heads = piece.place
+            batch, rows, queries_of, heads = piece.place
+            of_lse = batch, heads, rows, queries_of
             if piece.is_second:
-                merge_(part_out, part_lse.transpose(1, 2), out[piece.place].transpose(1, 2), lse[batch, heads, rows].transpose(1, 2))
+                merge_(part_out, part_lse.transpose(1, 2), out[piece.place].transpose(1, 2), lse[of_lse].transpose(1, 2))
             out[piece.place] = part_out.transpose(1, 2)
-            lse[batch, heads, rows] = part_lse
+            lse[of_lse] = part_lse
     return out.flatten(1, 2)[:, :Nq].contiguous(), lse.flatten(2)[:, :, :Nq].contiguous()
 
 
@@ -83,12 +85,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns (dq, dk, dv), dk and dv in the dtype of sums: see ``Backend.backward``."""
     B, Nq, H, D = q.shape
-    dq, dk, dv = q.new_zeros((B, lists.num_rows, _rows_of(lists), H, D)), _Sums(k, lists, options), _Sums(v, lists, options)
+    dq, dk, dv = q.new_zeros((B, lists.num_rows, lists.q_block, H, D)), _Sums(k, lists, options), _Sums(v, lists, options)
     if not q.is_meta:
         masks = _Masks(lists, options, B)
         # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
         of_lse = [lse.masked_fill(lse == -torch.inf, torch.inf), *(() if dlse is None else (dlse,))]
-        of_rows = [_Blocks(x, _rows_of(lists)) for x in (dout, q, out, *(x.transpose(1, 2)[..., None] for x in of_lse))]
+        of_rows = [_Blocks(x, lists.q_block) for x in (dout, q, out, *(x.transpose(1, 2)[..., None] for x in of_lse))]
         keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
         for piece in _pieces(q, k, lists, options):
             part_dout, part_q, part_out, *numbers = (x.of_rows(piece) for x in of_rows)
@@ -110,6 +112,7 @@ def _pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterat
     together = lists.num_heads == 1
     budget = PIECE_BYTES if device.type == "cpu" else PIECE_BYTES_GPU
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
+    last = lists.num_queries % lists.q_block
     done = torch.zeros(lists.num_groups * R, dtype=torch.bool)
     for entries_of, starts, num_keys, masked in _parts(lists, options.mask.padding, splits=q.dtype in (torch.float32, torch.float64)):
         masked = masked.expand(B, -1)
@@ -119,22 +122,22 @@ def _pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterat
             batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
             index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
             # one number encodes all that must be equal in a piece: the keys, whether another piece has the rest of the row, whether pairs
-            # are masked
-            kind = num_keys[index] * 4 + done[index] * 2 + masked[batch, index]
+            # are masked, whether it is the ragged last block
+            kind = num_keys[index] * 8 + done[index] * 4 + masked[batch, index] * 2 + ((rows == R - 1) & (last > 0))
             order = kind.argsort(stable=True)
             kinds, members = kind[order].unique_consecutive(return_counts=True)
             for value, group in zip(kinds.tolist(), order.split(members.tolist()), strict=True):
-                S, is_second, has_pairs = value // 4, bool(value & 2), bool(value & 1)
+                S, is_second, has_pairs, L = value // 8, bool(value & 4), bool(value & 2), last if value & 1 else lists.q_block
                 if S == 0:
                     continue
-                size = S * (kv_row_bytes + has_pairs * _rows_of(lists) * (1 + q.element_size()))
+                size = S * (kv_row_bytes + has_pairs * L * (1 + q.element_size()))
                 for part in group.split(max(1, budget // size)):
                     entries = entries_of[starts[index[part], None] + torch.arange(-(-S // lists.k_block))].to(device)
                     head = torch.arange(H)[None] if together else heads[part, None]
                     kv_head = torch.arange(K)[None] if together else head // (H // K)
                     columns = lists.columns[entries].long()
                     batches, blocks = batch[part].to(device), rows[part].to(device)
-                    yield GatherProblems(batches, blocks, head.to(device), kv_head.to(device), columns, entries, S, has_pairs, is_second)
+                    yield GatherProblems(batches, blocks, head.to(device), kv_head.to(device), columns, entries, L, S, has_pairs, is_second)
         done |= num_keys > 0
 
 
@@ -167,11 +170,6 @@ def _parts(lists: BlockLists, padding: Tensor | None, *, splits: bool) -> Iterat
         yield entries, count.cumsum(0) - count, keys, masked.expand(-1, num_rows)
 
 
-def _rows_of(lists: BlockLists) -> int:
-    """Returns the rows of a problem: those of a block, or of the only one."""
-    return min(lists.q_block, lists.num_queries)
-
-
 def _of_all(x: Tensor, batch: int) -> Tensor:
     """Views (B or 1, N) as (B, N, 1, 1)."""
     return x.expand(batch, -1)[..., None, None]
@@ -189,20 +187,20 @@ class _Blocks:
         self.scratch = self.flat.new_empty((0, self.flat.shape[1]))
 
     def of_rows(self, piece: GatherProblems) -> Tensor:
-        return self._gather(piece.batch, piece.heads, piece.rows[:, None])
+        return self._gather(piece.batch, piece.heads, piece.rows[:, None], piece.num_queries)
 
     def of_columns(self, piece: GatherProblems) -> Tensor:
-        return self._gather(piece.batch, piece.kv_heads, piece.columns)[:, : piece.num_keys]
+        return self._gather(piece.batch, piece.kv_heads, piece.columns, piece.num_keys)
 
-    def _gather(self, batch: Tensor, heads: Tensor, blocks: Tensor) -> Tensor:
-        """Gathers (P, rows of the blocks, G or K, D), or one head where all heads share x."""
+    def _gather(self, batch: Tensor, heads: Tensor, blocks: Tensor, length: int) -> Tensor:
+        """Gathers (P, length, G or K, D), or one head where all heads share x."""
         heads = torch.zeros_like(heads[:1, :1]) if self.heads == 1 else heads
         index = (batch[:, None, None] * self.heads + heads[:, :, None]) * self.count + blocks[:, None]
         if index.numel() > self.scratch.shape[0]:
             self.scratch = self.flat.new_empty((index.numel(), self.flat.shape[1]))
         found = self.scratch[: index.numel()]
         torch.index_select(self.flat, 0, index.flatten(), out=found)
-        return found.view(*index.shape[:2], -1, self.dim).transpose(1, 2)
+        return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
 
 
 class _Sums:
@@ -252,10 +250,10 @@ class _Masks:
         padding = options.mask.padding
         self.padding = None if padding is None else _Blocks(_of_all(padding, batch), lists.k_block)
         if options.dropout is not None:
-            self.queries = _Blocks(_of_all(options.dropout.queries, batch), _rows_of(lists))
+            self.queries = _Blocks(_of_all(options.dropout.queries, batch), lists.q_block)
             self.keys = _Blocks(_of_all(options.dropout.keys, batch), lists.k_block)
         if options.bias is not None:
-            self.places = _Blocks(options.bias.queries[:, :, None], _rows_of(lists)), _Blocks(options.bias.keys[:, :, None], lists.k_block)
+            self.places = _Blocks(options.bias.queries[:, :, None], lists.q_block), _Blocks(options.bias.keys[:, :, None], lists.k_block)
 
     def pairs(self, piece: GatherProblems) -> Tensor | None:
         """Returns bool (P, L or 1, S), True where the pair is kept; None if all are."""
@@ -267,7 +265,7 @@ class _Masks:
             words = lists.bits[ids.clamp(min=0).long()]
             bits = (words[..., None] >> torch.arange(WORD, device=words.device, dtype=words.dtype)) & 1
             tiles = bits.bool().flatten(2) | (ids < 0)[:, None, None]
-            kept = tiles[which].transpose(1, 2).flatten(2)[:, : _rows_of(lists), : piece.num_keys]
+            kept = tiles[which].transpose(1, 2).flatten(2)[:, : piece.num_queries, : piece.num_keys]
         if self.padding is None:
             return kept
         real = ~self.padding.of_columns(piece)[:, None, :, 0, 0]
