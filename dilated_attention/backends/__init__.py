@@ -12,7 +12,6 @@ from dilated_attention.backends.base import (
     Views,
     reasons_of,
 )
-from dilated_attention.backends.block_kernels.triton import TritonBlocksBackend
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.flash.flash2 import Flash2Backend
 from dilated_attention.backends.flash.flash3 import Flash3Backend
@@ -21,7 +20,7 @@ from dilated_attention.backends.flash.flash4 import Flash4Backend
 from dilated_attention.backends.flash.xformers import XformersBackend
 from dilated_attention.backends.hardware import PACKAGES, Hardware, detect
 from dilated_attention.backends.selection import BackendUnavailable, Registry, refresh, registry
-from dilated_attention.backends.tiles.backend import TilesBackend
+from dilated_attention.backends.tiles.backend import TilesBackend, TritonBlocksBackend
 from dilated_attention.backends.torch_ops.flex import FlexBackend
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.backends.torch_ops.sdpa_cpu import SdpaCpuBackend

@@ -292,34 +292,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
     """Returns every reason that ``capabilities`` gives against ``request``."""
-    return hardware_reasons(capabilities, request.hardware) + _request_reasons(capabilities, request)
-
-
-def hardware_reasons(capabilities: Capabilities, hardware: Hardware) -> list[str]:
-    reasons = []
+    hardware = request.hardware
     if hardware.device_type not in capabilities.devices:
-        return [f"runs on {' and '.join(sorted(capabilities.devices))}, not on {hardware.device_type}"]
-    if hardware.is_rocm and not capabilities.rocm:
-        reasons.append("not tried on ROCm")
-    if capabilities.compute_capabilities is not None and hardware.device_type == "cuda" and not hardware.is_rocm:
-        low, high = capabilities.compute_capabilities
-        have = hardware.capability or (0, 0)
-        if not low <= have <= high:
-            reasons.append(f"needs compute capability {_dotted(low)} to {_dotted(high)}, the GPU has {_dotted(have)}")
-    if hardware.torch_version < capabilities.min_torch:
-        reasons.append(f"needs torch ≥ {_dotted(capabilities.min_torch)}, this is {_dotted(hardware.torch_version)}")
-    if capabilities.package is not None and capabilities.package not in hardware.packages:
-        why = dict(hardware.unusable).get(capabilities.package)
-        reasons.append(
-            f"{capabilities.package} is installed and cannot be used: {why}"
-            if why
-            else f"{capabilities.package} is not installed: {capabilities.install}"
-        )
-    return reasons
-
-
-def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
-    reasons = []
+        reasons = [f"runs on {' and '.join(sorted(capabilities.devices))}, not on {hardware.device_type}"]
+    else:
+        reasons = _hardware_reasons(capabilities, hardware)
     if request.precision not in capabilities.precisions:
         way_out = " or ".join(f'precision="{name}"' for name in sorted(capabilities.precisions))
         what = "in the inputs' precision" if "native" in capabilities.precisions else " and ".join(sorted(capabilities.precisions))
@@ -327,7 +304,7 @@ def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> l
     if request.dtype not in capabilities.dtypes:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in capabilities.dtypes))
         reasons.append(f"takes {names}, not {str(request.dtype).removeprefix('torch.')}")
-    capability = request.hardware.capability
+    capability = hardware.capability
     if (
         request.dtype is torch.bfloat16
         and capability is not None
@@ -370,3 +347,25 @@ def _request_reasons(capabilities: Capabilities, request: AttentionRequest) -> l
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+def _hardware_reasons(capabilities: Capabilities, hardware: Hardware) -> list[str]:
+    """Returns the reasons against a machine of the right kind."""
+    reasons = []
+    if hardware.is_rocm and not capabilities.rocm:
+        reasons.append("not tried on ROCm")
+    if capabilities.compute_capabilities is not None and hardware.device_type == "cuda" and not hardware.is_rocm:
+        low, high = capabilities.compute_capabilities
+        have = hardware.capability or (0, 0)
+        if not low <= have <= high:
+            reasons.append(f"needs compute capability {_dotted(low)} to {_dotted(high)}, the GPU has {_dotted(have)}")
+    if hardware.torch_version < capabilities.min_torch:
+        reasons.append(f"needs torch ≥ {_dotted(capabilities.min_torch)}, this is {_dotted(hardware.torch_version)}")
+    if capabilities.package is not None and capabilities.package not in hardware.packages:
+        why = dict(hardware.unusable).get(capabilities.package)
+        reasons.append(
+            f"{capabilities.package} is installed and cannot be used: {why}"
+            if why
+            else f"{capabilities.package} is not installed: {capabilities.install}"
+        )
+    return reasons

@@ -60,6 +60,11 @@ def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int
     return left, right
 
 
+def of_kv_heads(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Returns gradients (P, S, G, D) of repeated keys or values summed over the query heads that read one of them, in float32."""
+    return x if x.shape[2] == num_kv_heads else x.unflatten(2, (num_kv_heads, -1)).sum(3, dtype=torch.float32)
+
+
 def repeat_heads(x: Tensor, num_heads: int) -> Tensor:
     """Returns keys or values (P, S, K, D) with a copy of each head for every query head that reads it, for kernels without groups."""
     return x if x.shape[2] == num_heads else x.repeat_interleave(num_heads // x.shape[2], dim=2)

@@ -54,9 +54,9 @@ def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
         fused(out, lse, part_out, part_lse)
         return
-    merged, weight, part_weight = merge_weights(lse, part_lse)
     if out.dtype is lse.dtype:
-        out.mul_(weight[..., None]).addcmul_(part_out.to(out.dtype), part_weight[..., None])
-    else:
-        out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
+        merge_(out, lse, part_out, part_lse)
+        return
+    merged, weight, part_weight = merge_weights(lse, part_lse)
+    out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
     lse.copy_(merged)

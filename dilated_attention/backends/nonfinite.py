@@ -22,7 +22,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dilated_attention.backends import block_gather
 from dilated_attention.backends.base import Backend, Keys, Options, Views, accumulation_dtype
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # a kernel's forward and backward; the arguments are tensors, options, dlse (backward only) and pairs
 RawForward = Callable[..., tuple[Tensor, Tensor]]
@@ -38,19 +40,25 @@ def all_finite(*tensors: Tensor) -> bool:
 class ContainedBackend(Backend):
     """A backend on a dense kernel (``raw_forward`` and ``raw_backward``) whose non-finite numbers are confined.
 
-    The dense functions take ``pairs``: bool (P, L or 1, S), True where the pair is kept; None where all are.
+    The dense functions take ``pairs``: bool (P, L or 1, S), True where the pair is kept; None where all are. With it they also compute
+    lists of blocks, if the capabilities declare any (``block_gather.py``).
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
-        assert keys is None, "the capabilities declare no lists and no bounds"
-        return self.dense_forward(q, k, v, options)
+        if keys is None:
+            return self.dense_forward(q, k, v, options)
+        assert isinstance(keys, BlockLists)
+        return block_gather.forward(self.dense_forward, q, k, v, options, keys)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        assert keys is None, "the capabilities declare no lists and no bounds"
-        return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
+        """Returns (dq, dk, dv); of lists, dk and dv in float32 (float64 for float64)."""
+        if keys is None:
+            return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
+        assert isinstance(keys, BlockLists)
+        return block_gather.backward(self.dense_backward, dout, q, k, v, out, lse, options, keys, dlse)
 
     @abstractmethod
     def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -151,22 +151,18 @@ def _check_methods(kind: type[Backend]) -> None:
     for name, method in vars(Backend).items():
         if name.startswith("_") or not inspect.isfunction(method):
             continue
-        own = getattr(kind, name)
-        if own is method:
-            continue
-        expected, found = (list(inspect.signature(x).parameters.values()) for x in (method, own))
-        kinds = {x.kind for x in found}
-        by_place, own_by_place = ([x.name for x in each if x.kind is x.POSITIONAL_OR_KEYWORD] for each in (expected, found))
-        known = {x.name for x in expected}
-        # a backend's own, which must have defaults
-        others = [x for x in found if x.name not in known and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-        fits = (own_by_place[: len(by_place)] == by_place or inspect.Parameter.VAR_POSITIONAL in kinds) and (
-            known <= {x.name for x in found} or inspect.Parameter.VAR_KEYWORD in kinds
-        )
-        if not fits or any(x.default is x.empty for x in others):
+        signature, names = inspect.signature(getattr(kind, name)), list(inspect.signature(method).parameters)
+        by_place = [x.name for x in inspect.signature(method).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        try:
+            # each name as its own value, first those that may be given by place, then all but self by name
+            bound = [signature.bind(*names[:count], **{x: x for x in names[count:]}) for count in (len(by_place), 1)]
+            fits = all(x == value or not isinstance(value, str) for one in bound for x, value in one.arguments.items())
+        except TypeError:
+            fits = False
+        if not fits:
             raise TypeError(
-                f"{kind.__name__}.{name} takes ({', '.join(x.name for x in found)}); "
-                f"expected the parameters of Backend.{name} by their names: ({', '.join(x.name for x in expected)})"
+                f"{kind.__name__}.{name} takes ({', '.join(signature.parameters)}); "
+                f"expected the parameters of Backend.{name} by their names: ({', '.join(names)})"
             )
 
 

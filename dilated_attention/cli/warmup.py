@@ -45,7 +45,7 @@ def _warmup(args: argparse.Namespace) -> int:
         raise BackendUnavailable("warmup compiles for this machine's GPU, and torch sees none; run it on a machine with one")
     from triton import knobs
 
-    from dilated_attention.backends.tiles import ahead
+    from dilated_attention.backends.tiles import launch
 
     kernels: list[dict[str, Any]] = []
 
@@ -58,7 +58,7 @@ def _warmup(args: argparse.Namespace) -> int:
         _run_call(args, pattern) if is_call else _run_model(args)
         torch.cuda.synchronize()
         # a form of a kernel that this length does not need
-        ahead.finish()
+        launch.finish()
     seconds, folder = time.perf_counter() - start, knobs.cache.dir
     if args.json:
         common.put_json({"folder": folder, "seconds": seconds, "kernels": kernels})

@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.block_kernels.block_gather import _PIECE_BYTES, _PIECE_BYTES_GPU
+from dilated_attention.backends.block_gather import PIECE_BYTES, PIECE_BYTES_GPU
 from dilated_attention.distributed.comm.call_consistency import device_memory
 from dilated_attention.distributed.exchange import blocks, setup
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, key_span, needed_keys
@@ -334,7 +334,7 @@ def _of_blocks(problem: Problem, backward: bool) -> Terms:
     mean = max(1, counts.computed // (problem.num_positions * problem.num_heads))
     backend = _selected(problem, backward, mean, counts.mask_kind)
     if backend in ("sdpa_cpu", "math"):
-        piece = (_PIECE_BYTES if problem.machine.is_cpu else _PIECE_BYTES_GPU) * (2 + 2 * backward)
+        piece = (PIECE_BYTES if problem.machine.is_cpu else PIECE_BYTES_GPU) * (2 + 2 * backward)
         if problem.num_heads > 1 and W == 1:
             terms.append(("copies, heads first", ((3 if backward else 1) * Q + 2 * K) * e))
         terms.append(("pieces of gathered blocks", min(piece, 2 * counts.computed * problem.head_dim * e)))

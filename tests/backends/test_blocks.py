@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dilated_attention.backends import AttentionRequest, Hardware, Options, detect, registry
-from dilated_attention.backends.block_kernels import block_tables
-from dilated_attention.backends.block_kernels import triton as triton_blocks
+from dilated_attention.backends import Options, registry
+from dilated_attention.backends.flash import flash4_blocks
+from dilated_attention.backends.tiles import backend as triton_blocks
 from dilated_attention.backends.tiles.sizes import TileSizes
 from dilated_attention.backends.torch_ops import flex
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
@@ -96,7 +96,7 @@ def test_tiles_smaller_than_blocks(masks: str, use: Use, monkeypatch: pytest.Mon
     forwards = use("triton")
     # of whole blocks alone, too
     for tile, n in (((64, 32), WHOLE.num_keys), ((32, 64), 256)):
-        monkeypatch.setattr(triton_blocks, "_sizes_for", lambda *_, tile=tile: TileSizes(*tile, 4, 2))
+        monkeypatch.setattr(triton_blocks, "sizes", lambda *_, lists, tile=tile: TileSizes(*tile, 4, 2))
         check(replace(WHOLE, pattern=PATTERNS[masks], num_queries=n, num_keys=n))
     assert forwards
 
@@ -108,7 +108,7 @@ def test_long_lists_of_some_heads(use: Use) -> None:
     table[1, 3] = table[1, :, 2] = True
     case = replace(WHOLE, pattern=BlockTensor(table, block_size=64), num_queries=300, num_keys=300, kv_heads=2)
     lists = block_lists(case.pattern, 300, 2, device="cpu")
-    assert triton_blocks.row_order(lists).heavy == triton_blocks.column_order(lists, 1).heavy == 1
+    assert triton_blocks.order_of(lists)[1] == triton_blocks.order_of(lists, 1)[1] == 1
     forwards = use("triton")
     check(case)
     assert forwards
@@ -118,12 +118,12 @@ def test_long_lists_of_some_heads(use: Use) -> None:
 @pytest.mark.parametrize(("together", "limit"), [(1, 2**27), (1, 2**12), (2, 2**11)])
 def test_tables_hold_every_entry_once(together: int, limit: int, of_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks apart from those with a mask; a few long lists have tables of their own, and heads share one up to a limit of bytes."""
-    monkeypatch.setattr(block_tables, "TABLE_BYTES", limit)
+    monkeypatch.setattr(flash4_blocks, "TABLE_BYTES", limit)
     kept = torch.rand(4, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.05
     kept[:, 66] = kept[2, :, 5] = True
     clear_block_lists()
     lists = block_lists(BlockTensor(kept, block_size=64), 70 * 64 - 10, 4, is_causal=True, device="cpu")
-    tables = (block_tables.column_tables if of_columns else block_tables.row_tables)(lists, together)
+    tables = flash4_blocks.tables_of(lists, of_columns, together)
     found = []
     for table in tables:
         longest = int((table.partial[0] + table.full[0]).max())
@@ -187,30 +187,6 @@ def test_shares_of_parts_idle_rows_and_any_scale(masks: str, backend: str) -> No
             agree(list(grads), results(plain_attention, case, replace(no_dlse, dlse=dlse), torch.float64), ("dq", "dk", "dv"), tolerance)
 
 
-def test_who_takes_lists_says_what_it_does_not_take() -> None:
-    cpu = AttentionRequest(hardware=detect("cpu"), dtype=torch.float32, head_dim=59, needs_grad=True, key_mask=True)
-    for name, blocks, masks in itertools.product(("math", "sdpa_cpu"), ((64, 64), (128, 64)), ("none", "interval", "bits")):
-        assert registry.get(name).reasons_against(replace(cpu, blocks=blocks, block_masks=masks)) == []
-    hopper = Hardware(device_type="cuda", capability=(9, 0), torch_version=(2, 13), packages=frozenset({"triton"}))
-    request = AttentionRequest(hardware=hopper, dtype=torch.bfloat16, head_dim=72, blocks=(64, 128), block_masks="bits", key_mask=True)
-    backend, small = registry.get("triton"), replace(hopper, capability=(8, 9))
-    for change, words in (
-        ({}, ""),
-        ({"needs_grad": True, "lse_grad": True, "deterministic": True, "block_masks": "interval"}, ""),
-        ({"blocks": None}, "lists of blocks only"),
-        ({"blocks": (32, 64)}, "64x64"),
-        ({"window": True}, "window"),
-        ({"dropout": True}, "dropout"),
-        ({"dtype": torch.float64}, "float64"),
-        ({"head_dim": 264}, "256"),
-        ({"hardware": replace(hopper, packages=frozenset())}, "triton is not installed"),
-        ({"hardware": replace(hopper, capability=(7, 5)), "dtype": torch.float16}, "8.0"),
-        ({"hardware": small, "dtype": torch.float32, "head_dim": 256}, "shared memory"),
-    ):
-        reasons = backend.reasons_against(replace(request, **change))
-        assert len(reasons) == bool(words) and words in "".join(reasons), (change, reasons)
-
-
 # --- flex: what it does with lists around its kernel, which a dense one stands in for ---------------------------------------------
 
 
@@ -265,8 +241,8 @@ def test_flex_around_its_kernel(use: Use, monkeypatch: pytest.MonkeyPatch) -> No
 def test_kernels_of_lists_begin_to_compile_in_both_forms_at_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths that do and that do not fill the last block. The launch itself compiles, or raises, where a compilation ahead has failed; no
     compilation holds a tensor."""
-    from dilated_attention.backends.tiles import ahead
-    from dilated_attention.backends.tiles.lists import Form, Lists
+    from dilated_attention.backends.tiles import launch as tile_launch
+    from dilated_attention.backends.tiles.rows import Form, Lists
 
     begun: list[bool] = []
     launched: list[tuple[Any, ...]] = []
@@ -289,7 +265,7 @@ def test_kernels_of_lists_begin_to_compile_in_both_forms_at_the_first_launch(mon
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *arguments, **options: launched.append((*grid, arguments[1], options["FORM"].even))
 
-    monkeypatch.setattr(ahead, "submit", submit)
+    monkeypatch.setattr(tile_launch, "submit", submit)
     monkeypatch.setattr(triton_blocks, "_compilations", dict[Any, Any]())
     monkeypatch.setattr(triton_blocks, "on_device", lambda device: nullcontext())
     kernel, device, lists = Kernel(), torch.device("cuda", 0), Lists(*[torch.zeros(1, dtype=torch.int32)] * 8)

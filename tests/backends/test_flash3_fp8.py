@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -33,10 +32,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def reasons(**changes: Any) -> list[str]:
-    return BACKEND.reasons_against(AttentionRequest(**(FP8 | changes)))
-
-
 def test_on_hopper_it_takes_both_halves_and_nobody_else_takes_fp8() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         request = AttentionRequest(**(FP8 | {"dtype": dtype}))
@@ -46,28 +41,8 @@ def test_on_hopper_it_takes_both_halves_and_nobody_else_takes_fp8() -> None:
                 assert 'computes in the inputs\' precision only, not fp8: precision="native"' in against, name
     native = AttentionRequest(**(FP8 | {"precision": "native"}))
     assert registry.select(native).name == "flash4" and "fp8" not in native.describe() and "fp8" in AttentionRequest(**FP8).describe()
-    assert BACKEND.reasons_against(native) == ['computes fp8 only, not native: precision="fp8"']
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"needs_grad": True}, 'call it under torch.no_grad(), or train with precision="native"'),
-        ({"hardware": EXAMPLES["ada"]}, "needs compute capability 9.0 to 9.0, the GPU has 8.9"),
-        ({"hardware": EXAMPLES["cpu"]}, "runs on cuda, not on cpu"),
-        ({"hardware": EXAMPLES["rocm"]}, "not tried on ROCm"),
-        ({"hardware": dataclasses.replace(HOPPER, packages=frozenset({"triton"}))}, "flash-attn-3-fp8 is not installed: pip install"),
-        ({"dtype": torch.float32}, "takes bfloat16, float16, not float32"),
-        ({"head_dim": 72}, "head_dim must be a multiple of 16, not 72"),
-        ({"key_mask": True}, "takes no key_padding_mask"),
-        ({"dropout": True}, "has no dropout by position"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_refusals_say_why(changes: dict[str, Any], reason: str) -> None:
-    assert any(reason in text for text in reasons(**changes)), reasons(**changes)
-    with pytest.raises(BackendUnavailable, match="fp8"):
-        registry.select(AttentionRequest(**(FP8 | changes)))
+    of_training = BACKEND.reasons_against(AttentionRequest(**(FP8 | {"needs_grad": True})))
+    assert 'call it under torch.no_grad(), or train with precision="native"' in of_training[-1]
 
 
 def test_no_silent_fallback_through_any_door() -> None:
@@ -118,22 +93,6 @@ def relative(x: torch.Tensor, true: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dtype"), [(4, 4, torch.float16), (4, 2, torch.bfloat16)])
-def test_the_kernel_is_reached_as_meant(stand_in: StandIn, causal: bool, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    q, k, v = (torch.randn(2, 120, h, 32).to(dtype)[:, ::3] for h in (heads, kv_heads, kv_heads))
-    k, v = k + 3, v + 1
-    options = Options(scale=0.17, causal=causal)
-    true_out, true_lse = MathBackend().forward(q.double(), k.double(), v.double(), options)
-    out, lse = Flash3Fp8Backend().forward(q, k, v, options)
-    assert out.dtype is dtype
-    assert lse.shape == (2, heads, 40)
-    assert lse.dtype is torch.float32
-    assert stand_in.calls == [(40, 40, 1)]
-    assert relative(out, true_out) < 0.03
-    assert (lse - true_lse).abs().max() < 0.15
-
-
-@pytest.mark.parametrize("causal", [False, True])
 def test_many_keys_are_summed_in_parts_and_rows_cut_to_bound_memory(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, causal: bool
 ) -> None:
@@ -149,16 +108,21 @@ def test_many_keys_are_summed_in_parts_and_rows_cut_to_bound_memory(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_dilated_call_runs_on_it_segment_by_segment(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(4, torch.float16), (2, torch.bfloat16)])
+def test_a_dilated_call_runs_on_it_segment_by_segment(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, causal: bool, kv_heads: int, dtype: torch.dtype
+) -> None:
     monkeypatch.setattr(Flash3Fp8Backend, "reasons_against", lambda self, request: [] if request.precision == "fp8" else ["fp8 only"])
     monkeypatch.setattr(registry, "cached", {})
-    q, k, v = (torch.randn(1, 150, 4, 16).bfloat16() + 1 for _ in range(3))
-    native, native_lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True)
+    q, k, v = (torch.randn(2, 150, heads, 32).to(dtype) for heads in (4, kv_heads, kv_heads))
+    tensors, options = (q, k + 3, v + 1), {"is_causal": causal, "return_lse": True}
+    true_out, true_lse = dilated_attention(*(x.double() for x in tensors), [32, 64], [1, 4], **options)
     assert not stand_in.calls
-    out, lse = dilated_attention(q, k, v, [32, 64], [1, 4], is_causal=causal, return_lse=True, precision="fp8")
+    out, lse = dilated_attention(*tensors, [32, 64], [1, 4], **options, precision="fp8")
     assert {(32, 32), (16, 16)} <= {call[:2] for call in stand_in.calls}
-    assert 1e-4 < relative(out, native) < 0.05
-    assert 1e-4 < (lse - native_lse).abs().max() < 0.2
+    assert out.dtype is dtype and lse.dtype is torch.float32
+    assert 1e-4 < relative(out, true_out) < 0.03
+    assert 1e-4 < (lse - true_lse).abs().max() < 0.15
 
 
 # --- rounding to 8 bits -----------------------------------------------------------------------------------------------------------
@@ -199,11 +163,11 @@ def test_rounding_is_within_a_sixteenth_and_the_mean_is_kept(shape: tuple[int, .
 
 def test_values_that_are_not_finite_stay_so_and_spoil_no_scale() -> None:
     x = torch.randn(2, 8, 2, 16)
-    clean = quantise(x, 2, centre=True)
+    clean, *_ = quantise(x, 2, centre=True)
     x[0, 3, 1, 5], x[1, 2, 0, 0] = torch.nan, -torch.inf
     y, descale, mean = quantise(x, 2, centre=True)
     assert y.float().isnan().nonzero().tolist() == [[0, 3, 1, 5], [1, 2, 0, 0]] and descale.isfinite().all() and mean.isfinite().all()
-    assert torch.equal(y[0, :, 0].float(), clean.y[0, :, 0].float())
+    assert torch.equal(y[0, :, 0].float(), clean[0, :, 0].float())
 
 
 def test_library_paths_are_checked_and_there_is_no_backward(tmp_path: Any) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.backends import AttentionRequest, Hardware, Mask, Options, registry
+from dilated_attention.backends import Mask, Options, registry
 from dilated_attention.backends import hardware as hardware_module
 from dilated_attention.backends.base import ALL_FLOATS
 from dilated_attention.backends.flash import flash3
@@ -162,18 +162,6 @@ def test_flash3_is_reached_as_meant(check: Callable[..., None], monkeypatch: pyt
 
 
 # --- xformers ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_what_xformers_says_of_itself() -> None:
-    """Windows in half precision alone; and where it is installed and fails, the cause."""
-    hardware, xformers = Hardware(device_type="cuda", capability=(9, 0), packages=frozenset({"xformers"})), registry.get("xformers")
-    request = AttentionRequest(hardware=hardware, dtype=torch.bfloat16, head_dim=64)
-    for dtype, window, needs_grad in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True), (False, True)):
-        reasons = xformers.reasons_against(replace(request, dtype=dtype, window=window, needs_grad=needs_grad))
-        assert len(reasons) == (window and dtype is torch.float32)
-    cause = "its library does not load (libcudart.so.12: cannot open shared object file)"
-    broken = replace(hardware, packages=frozenset(), unusable=(("xformers", cause),))
-    assert xformers.reasons_against(replace(request, hardware=broken)) == [f"xformers is installed and cannot be used: {cause}"]
 
 
 @pytest.mark.parametrize("fails", ["library", "import"])

@@ -92,6 +92,61 @@ def test_a_named_backend_that_cannot_is_refused_with_every_reason_and_who_could(
         assert reason in text, reason
 
 
+GRAD, NO_GRAD = {"needs_grad": True}, {"needs_grad": False}
+EXACT, ON_HOPPER = {"needs_grad": True, "deterministic": True}, EXAMPLES["hopper"]
+MANY = {"lse_grad": True, "deterministic": True, "block_masks": "interval"}
+CAUSE = "its library does not load (libcudart.so.12: cannot open shared object file)"
+# what a backend takes (no words), or the words of its only reason: what is asked of it, and changes of that
+REASONS: list[tuple[str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
+    ("sdpa_cudnn", {}, [
+        (GRAD, ""),
+        ({"key_mask": True}, "takes no key_padding_mask"),
+        (EXACT, "9.25"),
+        (EXACT | {"hardware": replace(ON_HOPPER, cudnn_version=92600)}, ""),
+        (EXACT | {"hardware": replace(ON_HOPPER, cudnn_version=None)}, "torch finds no cuDNN"),
+    ]),
+    ("sdpa_efficient", {"dtype": F32}, [({"extent": 2**31 - 1}, ""), ({"extent": 2**31}, str(2**31))]),
+    ("flash3_fp8", {"precision": "fp8"}, [
+        ({"precision": "native"}, 'computes fp8 only, not native: precision="fp8"'),
+        ({"hardware": EXAMPLES["ada"]}, "needs compute capability 9.0 to 9.0, the GPU has 8.9"),
+        ({"hardware": replace(ON_HOPPER, packages=frozenset({"triton"}))}, "flash-attn-3-fp8 is not installed: pip install"),
+        ({"dtype": F32}, "takes bfloat16, float16, not float32"),
+        ({"head_dim": 72}, "head_dim must be a multiple of 16, not 72"),
+    ]),
+    ("xformers", {"hardware": replace(ON_HOPPER, packages=frozenset({"xformers"}))}, [
+        *(({"dtype": dtype} | grad, "") for dtype in (BF16, HALF, F32) for grad in (GRAD, NO_GRAD)),
+        *(({"dtype": dtype, "window": True} | grad, "") for dtype in (BF16, HALF) for grad in (GRAD, NO_GRAD)),
+        *(({"dtype": F32, "window": True} | grad, "half precision only, not in float32") for grad in (GRAD, NO_GRAD)),
+        ({"hardware": replace(ON_HOPPER, packages=frozenset(), unusable=(("xformers", CAUSE),))},
+         f"xformers is installed and cannot be used: {CAUSE}"),
+    ]),
+    *((name, {"hardware": EXAMPLES["cpu"], "dtype": F32, "head_dim": 59, "key_mask": True} | GRAD,
+       [({"blocks": blocks, "block_masks": masks}, "") for blocks in ((64, 64), (128, 64)) for masks in ("none", "interval", "bits")])
+      for name in ("math", "sdpa_cpu")),
+    ("triton", {"head_dim": 72, "blocks": (64, 128), "block_masks": "bits", "key_mask": True}, [
+        ({}, ""),
+        (GRAD | MANY, ""),
+        ({"blocks": None}, "lists of blocks only"),
+        ({"blocks": (32, 64)}, "64x64"),
+        ({"window": True}, "window"),
+        ({"dropout": True}, "dropout"),
+        ({"dtype": F64}, "float64"),
+        ({"head_dim": 264}, "256"),
+        ({"hardware": BARE["hopper"]}, "triton is not installed"),
+        ({"hardware": replace(ON_HOPPER, capability=(7, 5)), "dtype": HALF}, "8.0"),
+        ({"hardware": replace(ON_HOPPER, capability=(8, 9)), "dtype": F32, "head_dim": 256}, "shared memory"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "asked", "changes"), REASONS, ids=[name for name, *_ in REASONS])
+def test_a_backend_says_what_it_does_not_take(name: str, asked: dict[str, Any], changes: list[tuple[dict[str, Any], str]]) -> None:
+    for change, words in changes:
+        request = AttentionRequest(**{"hardware": ON_HOPPER, "dtype": BF16, "head_dim": 64} | asked | change)
+        reasons = registry.get(name).reasons_against(request)
+        assert len(reasons) == bool(words) and words in "".join(reasons), (change, reasons)
+
+
 def test_sdpa_means_the_best_of_torchs_own() -> None:
     asked = AttentionRequest(hardware=BARE["hopper"], dtype=BF16, head_dim=64)
     # cuDNN plans every shape: where shapes repeat, or where one problem is as long as this
@@ -146,11 +201,6 @@ def test_explanation_of_what_nothing_can_do() -> None:
     assert "no backend can" in str(explanation)
     with pytest.raises(ValueError, match="ask about one of them"):
         explain_backend(device="cpu", hardware=BARE["cpu"])
-
-
-def test_without_cudnn_that_is_the_only_reason_against_it() -> None:
-    explanation = explain_backend(hardware=replace(BARE["hopper"], cudnn_version=None), deterministic=True)
-    assert {row.name: row for row in explanation.rows}["sdpa_cudnn"].reasons == ("torch finds no cuDNN",)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps", "xpu"])

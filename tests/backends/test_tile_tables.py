@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from dilated_attention.backends.tiles import ahead, call
+from dilated_attention.backends.tiles import call
+from dilated_attention.backends.tiles import launch as tile_launch
 from dilated_attention.backends.tiles.call import Tables
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk, counts_of
@@ -110,6 +111,7 @@ class Kernel:
     """A kernel before it is compiled, which counts how often Triton would bind its arguments."""
 
     arg_names = ("x_ptr", "y_ptr", "n", "SECOND", "FIRST")
+    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in arg_names)
 
     def __init__(self) -> None:
         self.bound: list[tuple[tuple[int, ...], tuple[object, ...], dict[str, object]]] = []
@@ -127,7 +129,7 @@ class Kernel:
 def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
     kernel, made = Kernel(), []
-    launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3)
+    launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3, dtypes=())
 
     x, y = torch.empty(1), torch.empty(1)
 
@@ -150,9 +152,7 @@ def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeyp
 
 
 class Compilable(Kernel):
-    """A kernel whose first compilation fails, like any kernel of Triton's compiler but for its result."""
-
-    params = tuple(SimpleNamespace(do_not_specialize=False) for _ in Kernel.arg_names)
+    """A kernel whose first compilation fails."""
 
     def warmup(self, *args: object, **kwargs: object) -> Compiled:
         self.bound.append(((), args, kwargs))
@@ -201,7 +201,7 @@ def test_a_kernel_that_compiles_ahead_is_waited_for_where_it_is_launched(
     with pytest.raises(ValueError, match="the compiler says no"):
         launch([16, 32], lambda: (x, y), 1)
     launch([0, 0], lambda: (x, y), NO_DEVICE)
-    ahead.finish()
+    tile_launch.finish()
     assert len(kernel.bound) == 2
     for rows in (16, 48):
         # of another length, and so another launch

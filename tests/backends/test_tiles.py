@@ -122,17 +122,6 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(in_turn, together, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_results_repeat_bit_for_bit_and_belong_to_their_batch_entry() -> None:
-    tensors = made(heads=1)
-    first = run(tensors, [12, 24], [1, 2])
-    again = run(tensors, [12, 24], [1, 2])
-    apart = run([x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors], [12, 24], [1, 2])
-    alone = run([x[1:] for x in tensors], [12, 24], [1, 2])
-    for one, other, strided, entry in zip(first, again, apart, alone, strict=True):
-        assert torch.equal(one, other) and torch.equal(one, strided) and torch.equal(one[1:], entry)
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_entries_of_a_batch_with_documents_are_apart(is_cut: bool) -> None:
     pattern, n = DilatedPattern((6, 12), (1, 2)), 20

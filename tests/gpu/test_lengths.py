@@ -111,14 +111,14 @@ def test_a_first_call_compiles_ahead_what_it_launches(name: str) -> None:
 
 def test_kernels_of_lists_are_compiled_for_lengths_that_fill_the_last_block_and_others() -> None:
     """With a head dimension that no other test uses."""
-    from dilated_attention.backends.tiles import ahead
+    from dilated_attention.backends.tiles import launch
 
     def run(num_positions: int) -> None:
         q, k, v = (torch.randn(1, num_positions, 4, 56, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
         block_sparse_attention(q, k, v, BigBird(512, 64, 3), backend="triton").sum().backward()
 
     run(4096)
-    ahead.finish()
+    launch.finish()
     before = variants()
     run(4001)
     assert variants() == before

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
-from dilated_attention.backends.selection import refresh
+from dilated_attention.backends.flash import flash3
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -74,8 +74,7 @@ class Flash3Fp8Backend(Backend):
         assert keys is None
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S
-        q8 = quantise(q, K)
-        k8, v8 = (quantise(x, K, centre=True) for x in (k, v))
+        (q8, q_scale, _), (k8, k_scale, k_mean), (v8, v_scale, v_mean) = quantise(q, K), *(quantise(x, K, centre=True) for x in (k, v))
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
         num_splits = min(_MOST_SPLITS, -(-S // self._keys_a_sum))
@@ -85,30 +84,23 @@ class Flash3Fp8Backend(Backend):
             # a causal launch aligns its last row with its last key
             seen = end if options.causal else S
             _, part_lse, *_ = _ops().fwd(
-                q8.y[:, start:end], k8.y[:, :seen], v8.y[:, :seen], *(None,) * 3, out[:, start:end], *(None,) * 13, q8.descale, k8.descale,
-                v8.descale, options.scale, options.causal, *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
+                q8[:, start:end], k8[:, :seen], v8[:, :seen], *(None,) * 3, out[:, start:end], *(None,) * 13, q_scale, k_scale,
+                v_scale, options.scale, options.causal, *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
             )  # fmt: skip
             lse[:, :, start:end] = part_lse
         # what rounding took away, with query heads by the key head that they read
-        lse.unflatten(1, (K, -1)).add_(torch.einsum("plkgd,pkd->pkgl", q.unflatten(2, (K, -1)).float(), k8.mean), alpha=options.scale)
-        out.unflatten(2, (K, -1)).add_(v8.mean[:, None, :, None])
+        lse.unflatten(1, (K, -1)).add_(torch.einsum("plkgd,pkd->pkgl", q.unflatten(2, (K, -1)).float(), k_mean), alpha=options.scale)
+        out.unflatten(2, (K, -1)).add_(v_mean[:, None, :, None])
         return out.to(q.dtype), lse
 
     def backward(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError("flash3_fp8 has no backward, and selection never asks it for one")
 
 
-class Quantised(NamedTuple):
-    """y (P, L, G, D) e4m3, last stride 1 · descale (P, K) float32 · mean (P, K, D) float32."""
+def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds x (P, L, G, D) to 8 bits with ``num_scales`` scales K a problem; ``centre`` subtracts each channel's average.
 
-    y: Tensor
-    descale: Tensor
-    mean: Tensor
-
-
-def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
-    """Rounds x (P, L, G, D) to 8 bits with ``num_scales`` scales a problem; ``centre`` subtracts each channel's average.
-
+    Returns y (P, L, G, D) e4m3, last stride 1 · descale (P, K) float32 · mean (P, K, D) float32.
     Only finite elements enter scales and means. A NaN or an infinity becomes e4m3's NaN, so it is not lost.
     """
     groups = x.unflatten(2, (num_scales, -1)).float()
@@ -123,17 +115,14 @@ def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> Quantised:
     scaled = (groups * (torch.full_like(amax, E4M3_MAX) / amax)[:, None, :, None, None]).clamp(-E4M3_MAX, E4M3_MAX)
     y = torch.where(finite, scaled, torch.nan).to(E4M3)
     mean = average - torch.where(finite, y.float(), 0.0).mean((1, 3)) * descale[:, :, None]
-    return Quantised(y.flatten(2, 3), descale, mean)
+    return y.flatten(2, 3), descale, mean
 
 
 def load_library(path: str | Path) -> None:
     """Registers ``fa3_fwd::fwd`` from ``fa3_fwd/_C.abi3.so`` of the package fa3-fwd, if that is unpacked rather than installed."""
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is not a file; expected the path of a shared library")
-    torch.ops.load_library(str(path))
+    flash3.load_library(path)
     if not hasattr(torch.ops.fa3_fwd, "fwd"):
         raise ValueError(f"{path} does not register fa3_fwd::fwd; expected fa3_fwd/_C.abi3.so of the package fa3-fwd")
-    refresh()
 
 
 def _ops() -> Any:

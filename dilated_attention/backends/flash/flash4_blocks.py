@@ -1,22 +1,49 @@
-"""FlashAttention-4's block-sparse kernels on Hopper: which block lists they accept, and the launches of both passes."""
+"""FlashAttention-4's block-sparse kernels on Hopper: which block lists they accept, in which form, and the launches of both passes.
+
+They take one row of indices per block, padded to the longest. Such a table needs rows × longest list: at a million positions, one block
+that keeps everything (a global one) would make it 256 MiB. So blocks with long lists and blocks with short ones get separate tables, in
+runs of neighbours, and groups are processed a few at a time.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends.base import AttentionRequest, Options
-from dilated_attention.backends.block_kernels.block_tables import BlockTable, column_tables, row_tables
+from dilated_attention.backends.base import AttentionRequest, Options, new_lse, new_results
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
-from dilated_attention.backends.streams import Streams
+from dilated_attention.backends.hardware import Streams
+from dilated_attention.pattern.blocks.base import expand
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # launches over parts of the columns that run side by side; each additional one takes memory for its dq
 _MOST_CONCURRENT = 3
+# the largest size of one table; it holds all groups if they fit
+TABLE_BYTES = 128 * 2**20
+# a list counts as long if it has more than this many times the mean
+_LONG = 4
+_MOST_RUNS = 8
+
+
+class BlockTable(NamedTuple):
+    """Lists of blocks [start, end) of one side for some heads: counts (batch, heads, blocks) and indices (batch, heads, blocks, width).
+
+    Args:
+        heads: the range of heads; (0, 1) where all heads share one list.
+        partial, full: (counts, indices) int32 of the blocks with a mask of pairs, and of the blocks kept whole.
+    """
+
+    heads: tuple[int, int]
+    start: int
+    end: int
+    partial: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
 
 
 def block_reasons(request: AttentionRequest) -> list[str]:
@@ -42,10 +69,9 @@ def forward_blocks(
     interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse). ``out``: a view to write to."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    (out,), lse = new_results((out,), (q,)), new_lse(q)
     mask_mod, interval = _interval(lists)
-    tables = row_tables(lists, q.shape[2] // k.shape[2])
+    tables = tables_of(lists, False, q.shape[2] // k.shape[2])
     settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None)
     parts: list[tuple[slice, slice, Tensor]] = []
     launches: list[tuple[tuple[Tensor, ...], Any]] = []
@@ -93,18 +119,17 @@ def backward_blocks(
         into: a view for dq, which is written to unless dq is the sum of more than two launches: it is then another tensor, in float32.
     """
     dout, q, k, v, out, lse = tensors
-    tables = column_tables(lists, q.shape[2] // k.shape[2])
+    tables = tables_of(lists, True, q.shape[2] // k.shape[2])
     cut = len({table.start for table in tables}) > 1
     # those of a few columns of many blocks run concurrently with the others, each with a dq of its own
     concurrent = cut and len(tables) <= _MOST_CONCURRENT
-    dqs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None else into]
-    dqs += [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in tables[1:] if concurrent]
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    more_dqs = len(tables[1:]) if concurrent else 0
+    dk, dv, *dqs = new_results((None, None, into, *(None,) * more_dqs), (k, v, q, *(q,) * more_dqs))
     total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut and not concurrent else None
     mask_mod, interval = _interval(lists)
     replay = replay_backward(q, k)
     settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, dlse is not None)
-    launches: list[tuple[tuple[Tensor, ...], Any]] = []
+    launches: list[tuple[tuple[Tensor, ...], slice, Any]] = []
     for index, table in enumerate(tables):
         rows = slice(table.start * lists.k_block, min(table.end * lists.k_block, lists.num_keys))
         heads, kv_heads = _heads(table, lists, q, k)
@@ -128,21 +153,17 @@ def backward_blocks(
             aux_tensors=aux,
             block_sparse_tensors=sparse,
         )
-        given = (*mine, *grads, *more, *sparse[:4], *(aux or ()))
-        if concurrent:
-            launches.append((given, call))
-            continue
-        replay(interface, given, settings, call)
-        if total is not None:
-            total[:, :, heads] += grads[0]
-    if concurrent:
-        with Streams(q.device, 2) as streams:
-            for index, (given, call) in enumerate(launches):
-                with streams.stream(index):
-                    replay(interface, given, settings, call)
-        if len(dqs) == 2:
-            # rounded once
-            return dqs[0].add_(dqs[1]), dk, dv
+        launches.append(((*mine, *grads, *more, *sparse[:4], *(aux or ())), heads, call))
+    with Streams(q.device, 2 if concurrent else 1) as streams:
+        for index, (given, heads, call) in enumerate(launches):
+            with streams.stream(index):
+                replay(interface, given, settings, call)
+            if total is not None:
+                total[:, :, heads] += dqs[0][:, :, heads]
+    if len(dqs) == 2:
+        # rounded once
+        return dqs[0].add_(dqs[1]), dk, dv
+    if len(dqs) > 2:
         total = dqs[0].float()
         for dq in dqs[1:]:
             total += dq
@@ -165,7 +186,7 @@ def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, h
     sides = []
     for counts, indices in (table.partial, table.full):
         sides += [counts.expand(batch, heads, -1), indices.expand(batch, heads, -1, -1)]
-    return _sparse_tensors()(*sides, block_size=(lists.q_block, lists.k_block))
+    return interface.BlockSparseTensorsTorch(*sides, block_size=(lists.q_block, lists.k_block))
 
 
 def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
@@ -181,14 +202,58 @@ def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _sparse_tensors() -> Any:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    return BlockSparseTensorsTorch
-
-
-@functools.lru_cache(maxsize=1)
 def _mask_mod() -> Any:
     from dilated_attention.backends.flash.flash4_mask import interval_mask
 
     return interval_mask
+
+
+def tables_of(lists: BlockLists, of_columns: bool, together: int = 1) -> tuple[BlockTable, ...]:
+    """Returns tables of the key blocks of every query block, or of the query blocks of every key block.
+
+    Args:
+        together: the number of heads that share a key head and so must stay in one table.
+    """
+    return lists.derived(("tables", of_columns, together), lambda x: tuple(_tables(x, of_columns, together)))
+
+
+def _tables(lists: BlockLists, of_columns: bool, together: int) -> Iterator[BlockTable]:
+    starts, others, masks = lists.by_column if of_columns else (lists.row_starts, lists.columns, lists.masks)
+    # the most blocks in a list: the widest table that libraries accept
+    blocks, most = (lists.num_columns, lists.num_rows) if of_columns else (lists.num_rows, lists.num_columns)
+    B, H = lists.num_batch, lists.num_heads
+    longest = starts.diff().view(B, H, blocks).amax((0, 1))
+    for start, end in _runs(longest):
+        per_head = max(1, B * (end - start) * int(longest[start:end].max()) * 4)
+        step = H if H == 1 else max(together, TABLE_BYTES // per_head // together * together)
+        for first in range(0, H, step):
+            last = min(first + step, H)
+            lists_of_table = torch.arange(B * H * blocks, device=starts.device).view(B, H, blocks)[:, first:last, start:end].flatten()
+            row, entry = expand(starts[lists_of_table].long(), starts[lists_of_table + 1].long())
+            whole = torch.ones_like(entry, dtype=torch.bool) if masks is None else masks[entry] < 0
+            shape = (B, last - first, end - start)
+            partial, full = (_side(row[kept], others[entry[kept]], shape, most) for kept in (~whole, whole))
+            yield BlockTable((first, last), start, end, partial, full)
+
+
+def _runs(longest: Tensor) -> list[tuple[int, int]]:
+    """Returns ranges of neighbouring blocks with lists of similar length, or one range if there are too many or nothing is gained."""
+    lengths = longest.cpu().double()
+    blocks = lengths.shape[0]
+    if blocks < 64 or float(lengths.max()) <= _LONG * float(lengths.mean()):
+        return [(0, blocks)]
+    long = lengths > _LONG * lengths.mean()
+    bounds = [0, *(torch.nonzero(long[1:] != long[:-1]).flatten() + 1).tolist(), blocks]
+    return list(itertools.pairwise(bounds)) if len(bounds) - 1 <= _MOST_RUNS else [(0, blocks)]
+
+
+def _side(row: Tensor, other: Tensor, shape: tuple[int, int, int], most: int) -> tuple[Tensor, Tensor]:
+    """Builds (counts, indices) of entries by scattering each to its place."""
+    counts = torch.bincount(row, minlength=shape[0] * shape[1] * shape[2])
+    # rounds the width up, so that similar widths share whatever is compiled per shape
+    longest = int(counts.max()) if counts.numel() else 0
+    width = max(1, min(-(-longest // 16) * 16, most))
+    place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
+    indices = torch.zeros((counts.shape[0], width), dtype=torch.int32, device=row.device)
+    indices[row, place] = other.to(torch.int32)
+    return counts.to(torch.int32).view(shape), indices.view(*shape, width)

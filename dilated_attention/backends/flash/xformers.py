@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
-from dilated_attention.backends.mask_convert import repeat_heads, window_sizes
+from dilated_attention.backends.mask_convert import of_kv_heads, repeat_heads, window_sizes
 
 
 class XformersBackend(Backend):
@@ -63,9 +63,7 @@ class XformersBackend(Backend):
             dout.contiguous(), out.contiguous(), lse.contiguous(), q, k, v, _bias(fmha, options, q, k), scale=options.scale,
             op=kernels.BwOp,
         )  # fmt: skip
-        if K != G:
-            dk, dv = (x.unflatten(2, (K, G // K)).sum(3, dtype=torch.float32) for x in (dk, dv))
-        return dq, dk, dv
+        return dq, of_kv_heads(dk, K), of_kv_heads(dv, K)
 
 
 def _fmha(dtype: torch.dtype) -> tuple[Any, Any]:

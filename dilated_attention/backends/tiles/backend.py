@@ -1,28 +1,42 @@
-"""This project's kernels over a table of tiles (``tiles/``).
-
-They compute one dense problem, or a whole call with two launches in the forward and three in the backward.
-"""
+"""This project's own kernels (``tiles/``), over a table of tiles or over lists of blocks. Nothing is gathered or transposed: they read q, k
+and v in place. No atomics are used, so gradients are the same in every run."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
 from dilated_attention.backends.dropout import Words
+from dilated_attention.backends.hardware import on_device
+from dilated_attention.backends.tiles.sizes import LARGE_MEMORY, head_blocks, sizes
+from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 if TYPE_CHECKING:
     from dilated_attention.backends.tiles.call import Prepared, TileCall
 
 
+# the largest head dim in float32
 _MAX_FLOAT32 = 128
+# roughly the number of programs that a GPU runs at a time; it only determines which lists count as long
+_PROGRAMS = 128
+# see ``rows.Form.masks``
+_MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
+# the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
+_SMALLEST_SCALE = 1e-30
+_LOG2_E = 1.4426950408889634
+# compilations that were begun, by what the kernel depends on; None for one that has ended
+_compilations: dict[Hashable, Future[Any] | None] = {}
 
 
 class TilesBackend(Backend):
-    """Supports every option of a call except float64 and fp8. Gradients repeat bit for bit, since no atomics are used.
+    """Supports every option of a call except float64 and fp8: one dense problem, or a whole call with two launches in the forward and three
+    in the backward.
 
     The backward pass computes scores twice, once for dq and once for dk and dv: 7 products instead of 5.
     """
@@ -117,3 +131,218 @@ def _masks(options: Options, k: Tensor) -> dict[str, Any]:
     if dropout is not None:
         masks |= {"words": Words(*(x.contiguous() for x in dropout.words)), "dropout_p": dropout.probability}
     return masks
+
+
+class TritonBlocksBackend(Backend):
+    """Computes only block-sparse attention; dense problems have better kernels.
+
+    The same kernels find the next keys in a list: for any GPU that Triton supports, any head dim, and masks of single pairs. One program
+    computes a tile of a block; the longest lists are started first.
+    """
+
+    name = "triton"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=HALVES | {torch.float32},
+        compute_capabilities=((8, 0), (12, 1)),
+        key_mask=True,
+        lse_grad=True,
+        block_sizes=BLOCK_SIZES,
+        block_masks=frozenset(_MASK_KINDS),
+        blocks_only=True,
+        package="triton",
+        install="pip install triton",
+        source="compiled for sm_80, sm_89 and sm_90 by Triton 3.7, interpreted on CPUs",
+    )
+
+    def more_reasons(self, request: AttentionRequest) -> list[str]:
+        capability = request.hardware.capability
+        if request.dtype is torch.float32 and request.head_dim > 128 and capability and capability not in LARGE_MEMORY:
+            limit = f"compute capability {capability[0]}.{capability[1]}"
+            return [f"float32 with head_dim {request.head_dim} needs more shared memory than {limit} has; head_dim up to 128 does not"]
+        return []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+        """Computes the softmax attention over the kept pairs.
+
+        Args:
+            q, k, v: (B, Nq, H, D), (B, Nk, K, D) twice; float16, bfloat16 or float32, D ≤ 256, any strides with the last one 1.
+
+        Returns:
+            out (B, Nq, H, D) in q's dtype and lse (B, H, Nq) float32, contiguous; 0 and −inf in a row without keys.
+        """
+        from dilated_attention.backends.tiles.forward import forward_kernel
+
+        assert isinstance(keys, BlockLists)
+        out, lse, padding = torch.empty(q.shape, dtype=q.dtype, device=q.device), new_lse(q), _padding_of(options, keys, q.shape[0])
+        # in place of the lse of parts, tables, words of dropout and a bias
+        unread = lse
+        tensors = q, k, v, out, lse, out, unread, unread, unread, padding, unread, unread, unread, unread
+        strides = *_strides(q, k, v, out), padding.stride(0), 0
+        scale = max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E
+        # direct, left, right, scale, threshold, keep_scale
+        numbers = *_sizes_of(q, k), 0, 0, 0, scale, 0, 1.0
+        _launch("forward", forward_kernel, q, k, options, keys, (*tensors, *strides, *numbers), ZERO_KEYS=False)()
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        dlse: Tensor | None = None, **__: Views,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
+
+        Args:
+            dout, out: (B, Nq, H, D); out and lse are those of the whole softmax.
+            lse, dlse: (B, H, Nq) of any strides; rows whose lse is not finite take no part.
+
+        Returns:
+            dq, dk, dv, contiguous, in q's dtype; summed in float32.
+        """
+        from dilated_attention.backends.tiles.backward import key_kernel, query_kernel
+
+        assert isinstance(keys, BlockLists)
+        dout, out = (x if x.stride(3) == 1 else x.contiguous() for x in (dout.to(q.dtype), out))
+        lse = lse.contiguous()
+        dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, k, v))
+        # δ and lse · log2(e) of each row
+        stats = torch.empty(2 * lse.numel(), dtype=torch.float32, device=q.device)
+        padding, numbers = _padding_of(options, keys, q.shape[0]), (0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0)
+        pad, sizes = padding.stride(0), _sizes_of(q, k)
+        of_dlse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
+        B, H, group, *rows = sizes
+        unread = lse
+        of_rows = q, k, v, out, lse, dout, unread if dlse is None else dlse, stats, dq, dq
+        tensors = *of_rows, unread, unread, padding, unread, unread, unread, unread
+        of_queries = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0, *sizes, q.shape[1], *numbers
+        query = _launch("query", query_kernel, q, k, options, keys, (*tensors, *of_queries), OWN=False, DLSE=dlse is not None)
+        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, padding, unread, unread
+        of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, group, *rows, q.shape[1], *numbers
+        # the GPU computes dq while the host makes the lists of the other kernel, but for the first time, when both kernels compile
+        if not (is_first := query.start()):
+            query()
+        key = _launch("key", key_kernel, q, k, options, keys, (*read_and_written, *of_keys), SHARED=True)
+        if is_first:
+            key.start()
+            query()
+        key()
+        return dq, dk, dv
+
+
+def order_of(lists: BlockLists, members: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns the order in which programs process the lists of query blocks, or of key blocks (``members`` > 0); computed once.
+
+    Longest first; lengths are compared in steps of a quarter of the mean, so that neighbours of similar length stay together.
+
+    Args:
+        members: the heads with lists of their own that a program of key blocks covers.
+
+    Returns:
+        places: (groups, lists) int32, each group's lists in their order.
+        heavy: () int32, the number of lists that all heads process before any head continues with the rest: lists so long that they would
+            finish after everything else if the last head only began with them in its turn.
+    """
+
+    def make(lists: BlockLists) -> tuple[Tensor, Tensor]:
+        if members:
+            counts = lists.by_column.starts.diff().view(lists.num_groups // members, members, lists.num_columns).sum(1)
+        else:
+            counts = lists.row_starts.diff().view(lists.num_groups, lists.num_rows)
+        coarse = (counts * (4 / counts.float().mean().clamp(min=1e-3))).int()
+        heavy = (coarse >= 4 * max(2.0, counts.shape[1] / (2 * _PROGRAMS))).sum(1).amax()
+        return coarse.argsort(dim=1, descending=True, stable=True).int(), heavy.int()
+
+    return lists.derived(("triton", members), make)
+
+
+class _Launch(NamedTuple):
+    """A kernel with its arguments, for so many programs. ``kind``: all that its compiled form depends on, beside ``options["FORM"]``."""
+
+    kernel: Any
+    programs: int
+    device: torch.device
+    kind: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def start(self) -> bool:
+        """Starts compiling the kernel for a GPU, and its other form, for lengths that do or do not fill the last block: the first of these
+        would wait for it. Returns whether it does, which it does once for a kind."""
+        form, lists = self.options["FORM"], self.options["lists"]
+        if (self.kind, form) in _compilations or self.device.type != "cuda" or not self.programs:
+            return False
+        # what follows needs Triton
+        from triton.runtime.jit import MockTensor
+
+        from dilated_attention.backends.tiles import launch
+
+        # the interpreter compiles nothing
+        if not (launch.knows_triton() and hasattr(self.kernel, "params")):
+            return False
+        # dtypes in place of tensors, which would live as long as the compilation
+        arguments, of_lists = ([x.dtype if isinstance(x, Tensor) else x for x in given] for given in (self.arguments, lists))
+        options = self.options | {"lists": type(lists)(*map(MockTensor.wrap_dtype, of_lists))}
+        for some in (form, form._replace(even=not form.even)):
+            _compilations[self.kind, some] = launch.submit(self.kernel, arguments, options | {"FORM": some}, self.device.index or 0)
+        return True
+
+    def __call__(self) -> None:
+        if not self.programs:
+            return
+        self.start()
+        key = self.kind, self.options["FORM"]
+        if (compilation := _compilations.get(key)) is not None:
+            # waits; after an error the launch compiles again and raises its own
+            compilation.exception()
+            _compilations[key] = None
+        with on_device(self.device):
+            self.kernel[(self.programs,)](*self.arguments, **self.options)
+
+
+def _padding_of(options: Options, lists: BlockLists, batch: int) -> Tensor:
+    """Returns the padding of keys (B, Nk) uint8, or a tensor that is not read."""
+    assert not options.causal and options.dropout is None and options.mask.band is None, "block lists already say which pairs are kept"
+    if options.mask.padding is None:
+        return lists.row_starts[None]
+    padding = options.mask.padding.view(torch.uint8)
+    return (padding if padding.stride(1) == 1 else padding.contiguous()).expand(batch, -1)
+
+
+def _sizes_of(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Returns the kernels' arguments from ``num_batches`` to ``part_rows``."""
+    (B, Nq, H, _), (_, Nk, K, _) = q.shape, k.shape
+    return B, H, H // K, 0, Nq, Nq, Nk, 0
+
+
+def _launch(
+    which: str, kernel: Any, q: Tensor, k: Tensor, options: Options, lists: BlockLists, arguments: tuple[Any, ...], **flags: bool
+) -> _Launch:
+    from dilated_attention.backends.tiles.rows import Form, Lists
+
+    (B, _, H, D), group, is_padded = q.shape, q.shape[2] // k.shape[2], options.mask.padding is not None
+    if which == "key":
+        starts, others, masks = lists.by_column
+        blocks, visited, num_lists, heads = (lists.k_block, lists.q_block), lists.num_queries, lists.num_columns, H // group
+        places, heavy = order_of(lists, group if lists.num_heads > 1 else 1)
+    else:
+        starts, others, masks = lists.row_starts, lists.columns, lists.masks
+        blocks, visited, num_lists, heads = (lists.q_block, lists.k_block), lists.num_keys, lists.num_rows, H
+        places, heavy = order_of(lists)
+    size = sizes(which, D, q.dtype, blocks[0], q.device, lists=True)
+    parts = blocks[0] // size.rows
+    low, high = lists.interval or (starts, starts)
+    data = Lists(starts, others, starts if masks is None else masks, lists.bits, low, high, places, heavy)
+    D0, D1 = head_blocks(D)
+    own = lists.num_batch > 1, lists.num_heads > 1
+    form = Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, *own, options.scale < 0)
+    constants = {
+        "D": D, "D0": D0, "D1": D1, "ROWS": size.rows, "PARTS": parts, "BLOCK": size.block, "STAGES": size.stages, "PRECISION": "ieee",
+        "LEFT": False, "RIGHT": False, "CUT": False, "PADDING": is_padded, "DROPOUT": False, "BIAS": False, "lists": data, "FORM": form,
+        **flags, "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
+    kind = which, q.device, q.dtype, D, size, is_padded, *flags.values()
+    return _Launch(kernel, num_lists * parts * B * heads, q.device, kind, arguments, constants)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Returns the strides of batch, token and head of each tensor."""
+    return tuple(stride for x in tensors for stride in x.stride()[:3])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.lists import hide_listed, hide_pairs, list_steps, next_block, read_list, whole_sequence
 from dilated_attention.backends.tiles.rows import (
     LOG2_E,
     VARYING,
@@ -20,15 +19,22 @@ from dilated_attention.backends.tiles.rows import (
     distances,
     drop,
     hide,
+    hide_listed,
+    hide_pairs,
     kept,
     key_parts,
+    list_steps,
+    load_both,
     load_places,
     load_rows,
+    next_block,
     places_of,
     product,
+    read_list,
     read_segment,
     seen,
-    store_rows,
+    store_both,
+    whole_sequence,
 )
 
 
@@ -88,7 +94,7 @@ def query_kernel(
     words_a_ptr, words_c_ptr, words_b_ptr, bias_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
     pad_branch,
-    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
+    num_batches, num_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, OWN: tl.constexpr,
@@ -105,7 +111,7 @@ def query_kernel(
         head = pid % num_heads
         batch = (pid // num_heads % num_batches).to(tl.int64)
         branch, rate, first, count, low, high, tile, place, _places, _ = read_segment(
-            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, num_heads, head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
     else:
@@ -127,18 +133,17 @@ def query_kernel(
         v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
         q_base = q_ptr + batch * q_b + head64 * q_h + row * q_n
         do_base = dout_ptr + batch * do_b + head64 * do_h + row * do_n
-        q0, d0 = load_rows(q_base, rows * q_n, inside, 0, D0, D, True), load_rows(do_base, rows * do_n, inside, 0, D0, D, True)
-        q1, d1 = q0, d0
-        if D1 > 0:
-            q1, d1 = load_rows(q_base, rows * q_n, inside, D0, D1, D, True), load_rows(do_base, rows * do_n, inside, D0, D1, D, True)
+        q0, q1 = load_both(q_base, rows * q_n, inside, D0, D1, D)
+        d0, d1 = load_both(do_base, rows * do_n, inside, D0, D1, D)
         part = place + tile * ROWS
         if OWN:
             out_base, out_rows = out_ptr + (head_row * delta_rows + part) * D, local.to(tl.int64) * D
         else:
             out_base, out_rows = out_ptr + batch * o_b + head64 * o_h + row * o_n, rows * o_n
-        delta = tl.sum(d0.to(tl.float32) * load_rows(out_base, out_rows, inside, 0, D0, D, True).to(tl.float32), 1)
+        out0, out1 = load_both(out_base, out_rows, inside, D0, D1, D)
+        delta = tl.sum(d0.to(tl.float32) * out0.to(tl.float32), 1)
         if D1 > 0:
-            delta += tl.sum(d1.to(tl.float32) * load_rows(out_base, out_rows, inside, D0, D1, D, True).to(tl.float32), 1)
+            delta += tl.sum(d1.to(tl.float32) * out1.to(tl.float32), 1)
         if DLSE:
             delta -= tl.load(dlse_ptr + batch * dlse_b + head64 * dlse_h + (row + rows) * dlse_n, mask=inside, other=0.0)
         lse = tl.load(lse_ptr + head_row * num_queries + row + rows, mask=inside, other=float("inf"))
@@ -210,9 +215,7 @@ def query_kernel(
         else:
             dq_base = parts_ptr + (head_row * part_rows + part) * D
             dq_steps = local.to(tl.int64) * D
-        store_rows(dq_base, dq_steps, inside, acc0 * natural_scale, 0, D0, D)
-        if D1 > 0:
-            store_rows(dq_base, dq_steps, inside, acc1 * natural_scale, D0, D1, D)
+        store_both(dq_base, dq_steps, inside, acc0 * natural_scale, acc1 * natural_scale, D0, D1, D)
 
 
 @triton.jit
@@ -274,7 +277,7 @@ def _key_step(
 def key_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
     bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
-    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
+    num_batches, num_heads, kv_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
     right, scale, natural_scale, threshold, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, SHARED: tl.constexpr,
@@ -291,7 +294,7 @@ def key_kernel(
         batch = (pid // heads % num_batches).to(tl.int64)
         first_head = own_head * group if SHARED else own_head
         branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
-            rows_ptr, pid // (heads * num_batches * PARTS), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (heads * num_batches * PARTS), offsets_ptr, num_heads, first_head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (heads * num_batches) % PARTS
     else:
@@ -310,10 +313,8 @@ def key_kernel(
         rows = local.to(tl.int64) * wide_rate
         word_b = local
         k_base, v_base = k_ptr + batch * k_b + kv_head * k_h + row * k_n, v_ptr + batch * v_b + kv_head * v_h + row * v_n
-        k0, v0 = load_rows(k_base, rows * k_n, valid, 0, D0, D, True), load_rows(v_base, rows * v_n, valid, 0, D0, D, True)
-        k1, v1 = k0, v0
-        if D1 > 0:
-            k1, v1 = load_rows(k_base, rows * k_n, valid, D0, D1, D, True), load_rows(v_base, rows * v_n, valid, D0, D1, D, True)
+        k0, k1 = load_both(k_base, rows * k_n, valid, D0, D1, D)
+        v0, v1 = load_both(v_base, rows * v_n, valid, D0, D1, D)
         q_step, do_step = wide_rate * q_n, wide_rate * do_n
         block = tl.arange(0, BLOCK).to(tl.int64)
         q_steps, do_steps = block * q_step, block * do_step
@@ -380,8 +381,5 @@ def key_kernel(
             part = ((batch * heads + own_head) * part_rows + place + j0) * D
             dk_base, dk_steps = dk_parts_ptr + part, local.to(tl.int64) * D
             dv_base, dv_steps = dv_parts_ptr + part, local.to(tl.int64) * D
-        store_rows(dk_base, dk_steps, valid, dk0 * natural_scale, 0, D0, D)
-        store_rows(dv_base, dv_steps, valid, dv0, 0, D0, D)
-        if D1 > 0:
-            store_rows(dk_base, dk_steps, valid, dk1 * natural_scale, D0, D1, D)
-            store_rows(dv_base, dv_steps, valid, dv1, D0, D1, D)
+        store_both(dk_base, dk_steps, valid, dk0 * natural_scale, dk1 * natural_scale, D0, D1, D)
+        store_both(dv_base, dv_steps, valid, dv0, dv1, D0, D1, D)

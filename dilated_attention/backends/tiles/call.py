@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.dropout import Words
-from dilated_attention.backends.hardware import capability, on_device
-from dilated_attention.backends.tiles import padding as pad
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
-from dilated_attention.backends.tiles.scratch import LARGE_MEMORY, Extent
-from dilated_attention.backends.tiles.sizes import head_blocks
+from dilated_attention.backends.tiles.rows import PACKED_WORDS, pack_kernel, words_of
+from dilated_attention.backends.tiles.sizes import Extent, head_blocks
 from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, counts_of, share_keys
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
@@ -192,24 +191,22 @@ class Prepared:
             "PRECISION": call.precision,
         }  # fmt: skip
         # words per branch in a packed mask
-        self.words = max([pad.words_of(rate, self.num_keys) for _, rate in walk.branches])
+        self.words = max([words_of(rate, self.num_keys) for _, rate in walk.branches])
         self.columns = 1 << (head_dim - 1).bit_length()
         self.index = index_of(device)
-        # whether a program has only 99 KiB of shared memory, instead of 163 or 227
-        self.small = (of_gpu := capability(device)) is not None and of_gpu not in LARGE_MEMORY
         self.launches: dict[Hashable, tuple[KernelLaunch, ...]] = {}
 
     def packed(self, padding: Tensor | None) -> Tensor | None:
-        """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``padding.py``."""
+        """Returns the packed mask (B, branches, words) int32 that kernels over the table of queries read: see ``rows.py``."""
         if padding is None:
             return None
         branches = self.call.walk.num_branches
         words = torch.empty((self.batch, branches, self.words), dtype=torch.int32, device=self.device)
         key = "pack", padding.stride(0)
         if key not in self.launches:
-            blocks = -(-self.words // pad.WORDS)
+            blocks = -(-self.words // PACKED_WORDS)
             numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
-            self.launches[key] = (KernelLaunch(pad.pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": pad.WORDS}, dtypes=()),)
+            self.launches[key] = (KernelLaunch(pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": PACKED_WORDS}, dtypes=()),)
         tensors = padding, self.tables.rates, words
         with on_device(self.device):
             self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
@@ -225,11 +222,6 @@ class Prepared:
         unread = self.offsets
         drawn = words or (unread, unread, unread)
         return self.offsets, unread if padding is None else padding, *drawn, unread if bias is None else bias
-
-    def tiles(self, elements: int, rows: int, heads: int) -> tuple[int, int]:
-        """Returns (rows per program, programs) of a launch over all rows."""
-        size = max(8, elements // self.columns)
-        return size, -(-rows // size) * heads * self.batch
 
 
 @functools.lru_cache(maxsize=64)

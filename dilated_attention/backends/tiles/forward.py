@@ -7,7 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilated_attention.backends.tiles.lists import hide_listed, list_steps, next_block, read_list, whole_sequence
 from dilated_attention.backends.tiles.rows import (
     LN_2,
     VARYING,
@@ -15,15 +14,21 @@ from dilated_attention.backends.tiles.rows import (
     distances,
     drop,
     hide,
+    hide_listed,
     kept,
     key_parts,
+    list_steps,
+    load_both,
     load_places,
     load_rows,
+    next_block,
     places_of,
     product,
+    read_list,
     read_segment,
     seen,
-    store_rows,
+    store_both,
+    whole_sequence,
 )
 
 
@@ -82,7 +87,7 @@ def _step(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr,
     words_b_ptr, bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
-    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
+    num_batches, num_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
     keep_scale, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
@@ -93,7 +98,7 @@ def forward_kernel(
         head = pid % num_heads
         batch = (pid // num_heads % num_batches).to(tl.int64)
         branch, rate, first, count, low, high, tile, place, num_places, _ = read_segment(
-            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT
+            rows_ptr, pid // (num_heads * num_batches * PARTS), offsets_ptr, num_heads, head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (num_heads * num_batches) % PARTS
     else:
@@ -110,10 +115,7 @@ def forward_kernel(
         k_base = k_ptr + batch * k_b + kv_head * k_h + first.to(tl.int64) * k_n
         v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
         q_offsets = local.to(tl.int64) * q_step
-        q0 = load_rows(q_base, q_offsets, inside, 0, D0, D, True)
-        q1 = q0
-        if D1 > 0:
-            q1 = load_rows(q_base, q_offsets, inside, D0, D1, D, True)
+        q0, q1 = load_both(q_base, q_offsets, inside, D0, D1, D)
         if FORM is not None and FORM.negative:
             # a row's highest score is that of its products only for scales that are not negative
             q0, q1 = -q0, -q1
@@ -185,6 +187,4 @@ def forward_kernel(
             out_steps = local.to(tl.int64) * D
             lse_base = part_lse_ptr + row
         tl.store(lse_base + local, row_lse, mask=inside)
-        store_rows(out_base, out_steps, inside, acc0 * share[:, None], 0, D0, D)
-        if D1 > 0:
-            store_rows(out_base, out_steps, inside, acc1 * share[:, None], D0, D1, D)
+        store_both(out_base, out_steps, inside, acc0 * share[:, None], acc1 * share[:, None], D0, D1, D)

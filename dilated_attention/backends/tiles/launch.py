@@ -1,26 +1,30 @@
 """Launches of a kernel with fixed arguments except tensors.
 
-From the second call on they skip Triton's binding of arguments, which takes most of the host's time.
+From the second call on they skip Triton's binding of arguments, which takes most of the host's time. Kernels are compiled ahead in threads,
+side by side: most of Triton's compiler runs outside Python's lock, or as another process. There are no threads before the first GPU kernel.
+So a forked process, which cannot use the GPU of its parent, needs none of them.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles import ahead
-from dilated_attention.backends.tiles.scratch import aligned_bytes, all_aligned
+from dilated_attention.backends.tiles.sizes import aligned_bytes, all_aligned
 
 NO_DEVICE = -1
 # compiled kernels, or those being compiled, by all that Triton selects them by: a new length finds its kernels here
 _compiled: dict[Hashable, Any] = {}
+_unfinished: set[Future[Any]] = set()
 
 
 @functools.cache
@@ -37,13 +41,12 @@ class KernelLaunch:
     make the launch with which Triton's JITFunction.run ends.
 
     Args:
-        dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths;
-            None for a launch that shares none.
+        dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths.
     """
 
     def __init__(
         self, kernel: Any, programs: int | tuple[int, int], numbers: Sequence[float], constants: dict[str, Any], warps: int = 4,
-        stages: int = 1, *, dtypes: Hashable = None,
+        stages: int = 1, *, dtypes: Hashable,
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self.programs = programs if isinstance(programs, tuple) else (programs, 1)
@@ -63,7 +66,7 @@ class KernelLaunch:
             self._start(tensors(), torch.cuda.current_device())
             return
         aligned, compiled = all_aligned(pointers), self._compiled
-        if compiled is None and aligned and self.dtypes is not None:
+        if compiled is None and aligned:
             variant = self._variant(len(pointers), device)
             compiled = _compiled.get(variant)
             if isinstance(compiled, Future):
@@ -79,17 +82,16 @@ class KernelLaunch:
         with on_device(given[0].device):
             compiled = self.kernel[self.programs](*given, *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing; with another Triton every launch goes through its binding
-        if compiled is not None and aligned and ahead.knows_triton():
+        if compiled is not None and aligned and knows_triton():
             self._keep(compiled, len(pointers))
-            if self.dtypes is not None:
-                _compiled[self._variant(len(pointers), device)] = compiled
+            _compiled[self._variant(len(pointers), device)] = compiled
 
     def _start(self, tensors: Sequence[Any], device: int) -> None:
         """Starts compiling the kernel for aligned tensors of these dtypes, unless that is done or under way."""
         variant = self._variant(len(tensors), device)
-        if variant is not None and variant not in _compiled and ahead.knows_triton():
+        if variant is not None and variant not in _compiled and knows_triton():
             arguments = *(None if x is None else x.dtype for x in tensors), *self.numbers
-            _compiled[variant] = ahead.submit(self.kernel, arguments, self.constants | self.options, device)
+            _compiled[variant] = submit(self.kernel, arguments, self.constants | self.options, device)
 
     def _keep(self, compiled: Any, num_tensors: int) -> None:
         if compiled is not None:
@@ -126,3 +128,42 @@ class Workspace:
             self.memory[start : start + elements * dtype.itemsize].view(dtype)
             for start, (elements, dtype) in zip(self.starts, self.parts, strict=True)
         ]
+
+
+def knows_triton() -> bool:
+    """Whether compiled kernels of this release of Triton are known, so that they can be compiled ahead and launched directly."""
+    return triton.__version__.startswith(("3.6.", "3.7."))
+
+
+def submit(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], device: int) -> Future[Any]:
+    """Returns the kernel that a launch with these arguments, dtypes in place of tensors, will select."""
+    compilation = _pool().submit(_compile, kernel, arguments, options, device)
+    _unfinished.add(compilation)
+    compilation.add_done_callback(_unfinished.discard)
+    return compilation
+
+
+def finish() -> None:
+    """Waits for all that is being compiled."""
+    wait(tuple(_unfinished))
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    from triton.runtime import driver
+    from triton.runtime.cache import triton_key
+
+    # what every compilation needs is made once, not by several threads at a time
+    driver.active.get_current_device()
+    triton_key()
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "dilated_attention.compile")
+
+
+def _compile(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], device: int) -> Any:
+    from triton.runtime import driver
+
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(*arguments, grid=(1,), **options)
+        # Triton 3.6 builds a launcher in C at a kernel's first launch, unless it is cached on disk
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled

@@ -1,13 +1,27 @@
-"""What all kernels over a table share: the row of a program, loads of strided rows, and the scores of a tile.
+"""What all kernels over a table, or over lists of blocks, share: the row of a program, loads of strided rows, and the scores of a tile.
 
 A row of the table (``table.py``) is one tile of one segment, the same for every head; the head's offset determines which positions it
 selects. Positions use 32 bits, addresses 64. A head dim is split into two blocks D0 + D1 ≥ D, powers of two (D1 may be 0), so that 48 is
 32 + 16.
+
+The key padding mask is packed in the order in which each branch reads it: 32 keys per word, so a kernel can test many keys at once.
+A *class* of a branch with rate r is a set of positions that are equal mod r. The selected keys of a segment are neighbours in their class,
+whatever the segment's first position and the head's offset. A branch's words are stored class by class, ⌈⌈N/r⌉/32⌉ + 2 words each; bit
+t mod 32 of word t div 32 is set where position class + r·t is padded. The last two words of a class are zeros, so that reading three words
+from any key on stays in bounds.
+
+Lists of blocks as a second way to find the next keys: the kernels over a table of tiles also compute block-sparse attention.
+
+A program computes a tile inside one block and visits the blocks of that block's list, BLOCK positions at a time. It visits whole and
+masked blocks in one loop: two loops would drain and refill the pipeline of loads in between, which is too expensive for short lists. The
+test for a mask is a branch that is uniform over the program.
 """
 
 # mypy does not know the types of kernels
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,9 +30,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # numbers in a row of the table
 WIDTH = tl.constexpr(8)
+# words of a packed mask per program
+PACKED_WORDS = 64
 # integer arguments that are not specialised: one kernel serves all lengths, numbers of heads and windows
 VARYING = [
-    "num_heads", "kv_heads", "offset_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
+    "num_heads", "kv_heads", "group", "q_first", "q_last", "num_queries", "num_keys", "part_rows", "delta_rows",
     "q_part_rows", "k_part_rows", "q_tiles", "steps", "direct", "left", "right", "threshold", "num_batches", "pad_b", "pad_branch",
     "dlse_b", "dlse_n", "dlse_h", "lists", "num_shared", "k_tiles", "key_direct", "lse_b", "lse_h",
 ]  # fmt: skip
@@ -33,7 +49,7 @@ def between(first, rate, count, low, high):
 
 
 @triton.jit
-def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head, q_first, q_last, num_keys, CUT: tl.constexpr):
+def read_segment(rows_ptr, row, offsets_ptr, num_heads, head, q_first, q_last, num_keys, CUT: tl.constexpr):
     """Reads a row of the table for one head. CUT: whether some positions have no query or no key.
 
     Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, tile, place of the first result, places per
@@ -42,7 +58,7 @@ def read_segment(rows_ptr, row, offsets_ptr, offset_heads, head, q_first, q_last
     at = rows_ptr + row * WIDTH
     branch, rate, start, length = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     tile, place, places, query_place = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
-    offset = tl.load(offsets_ptr + branch * offset_heads + head)
+    offset = tl.load(offsets_ptr + branch * num_heads + head)
     first = start + offset
     count = tl.where(offset >= 0, (length - offset + rate - 1) // rate, 0)
     low, high = 0, count
@@ -93,6 +109,23 @@ def store_rows(base, offsets, valid, x, START: tl.constexpr, BLOCK: tl.constexpr
     if START + BLOCK > D:
         inside = inside & (columns < D)[None, :]
     tl.store(base + offsets[:, None] + columns[None, :], x.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_both(base, offsets, valid, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr):
+    """Loads both blocks of the columns of valid rows; twice the first one if there is no second."""
+    x0 = load_rows(base, offsets, valid, 0, D0, D, True)
+    x1 = x0
+    if D1 > 0:
+        x1 = load_rows(base, offsets, valid, D0, D1, D, True)
+    return x0, x1
+
+
+@triton.jit
+def store_both(base, offsets, valid, x0, x1, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr):
+    store_rows(base, offsets, valid, x0, 0, D0, D)
+    if D1 > 0:
+        store_rows(base, offsets, valid, x1, D0, D1, D)
 
 
 @triton.jit
@@ -148,16 +181,40 @@ def kept(a, c, b, threshold):
     return x.to(tl.uint32, bitcast=True) >= threshold.to(tl.uint32, bitcast=True)
 
 
+def words_of(rate: int, num_keys: int) -> int:
+    """Returns the number of words of a branch."""
+    return rate * (((num_keys + rate - 1) // rate + 31) // 32 + 2)
+
+
+@triton.jit(do_not_specialize=["pad_b", "num_branches", "num_keys", "words", "blocks"])
+def pack_kernel(padding_ptr, rates_ptr, words_ptr, pad_b, num_branches, num_keys, words, blocks, WORDS: tl.constexpr):
+    """Packs WORDS words of one branch and batch entry. ``words`` is the stride between branches: the words of the longest branch."""
+    pid = tl.program_id(0)
+    block, row = pid % blocks, pid // blocks
+    branch, batch = row % num_branches, (row // num_branches).to(tl.int64)
+    rate = tl.load(rates_ptr + branch)
+    of_class = ((num_keys + rate - 1) // rate + 31) // 32 + 2
+    index = block * WORDS + tl.arange(0, WORDS)
+    bit = tl.arange(0, 32)
+    # in 64 bits, so that positions beyond the last class do not wrap
+    place = (index % of_class).to(tl.int64)[:, None] * 32 + bit[None, :]
+    position = (index // of_class).to(tl.int64)[:, None] + rate * place
+    inside = ((index // of_class) < rate)[:, None] & (position < num_keys)
+    hidden = tl.load(padding_ptr + batch * pad_b + position, mask=inside, other=0)
+    packed = tl.sum((hidden != 0).to(tl.uint32) << bit[None, :].to(tl.uint32), 1)
+    tl.store(words_ptr + row.to(tl.int64) * words + index, packed.to(tl.int32, bitcast=True), mask=index < words)
+
+
 @triton.jit
 def class_words(words_ptr, branch, rate, first, num_keys, pad_branch):
-    """Returns (words of the class of ``first``, index of ``first`` in it) of the packed mask; see ``padding.py``."""
+    """Returns (words of the class of ``first``, index of ``first`` in it) of the packed mask."""
     words = ((num_keys + rate - 1) // rate + 31) // 32 + 2
     return words_ptr + branch.to(tl.int64) * pad_branch + (first % rate).to(tl.int64) * words, first // rate
 
 
 @triton.jit
 def hidden_words(words_ptr, index, BLOCK: tl.constexpr):
-    """Returns (low, high): bits index … index + BLOCK − 1 of one class in the packed mask (``padding.py``), 32 bits per word."""
+    """Returns (low, high): bits index … index + BLOCK − 1 of one class in the packed mask, 32 bits per word."""
     at = words_ptr + (index >> 5)
     shift = (index & 31).to(tl.uint64)
     first = tl.load(at).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -191,3 +248,151 @@ def drop(p, keep, number):
     with two additional instructions per pair.
     """
     return tl.where(keep, p, number * 0.0)
+
+
+class Lists(NamedTuple):
+    """What a kernel reads of lists: of key blocks (``row_starts`` of ``BlockLists``), or in ``key_kernel`` of query blocks, with roles
+    swapped.
+
+    Args:
+        starts, others, masks, bits, low, high: see ``BlockLists``.
+        order: each group's lists in the order in which programs process them.
+        heavy: () int32, the number of lists that all heads process before any head continues with its others.
+
+    Tensors alone: Triton compiles a kernel anew for each alignment of an integer within a tuple.
+    """
+
+    starts: Any
+    others: Any
+    masks: Any
+    bits: Any
+    low: Any
+    high: Any
+    order: Any
+    heavy: Any
+
+
+class Form(NamedTuple):
+    """The compile-time properties of lists.
+
+    Args:
+        tile_block, visited_block: positions per block: of those that a program's tile is part of, and of those in the lists.
+        masks: 0 none · 1 interval · 2 bits.
+        even: whether the sequence fills its last block.
+        per_batch, per_head: whether batch entries, and heads, have lists of their own.
+        negative: whether the forward's scores are those of −q, for a scale that is negative; the kernel gets −scale.
+    """
+
+    tile_block: int
+    visited_block: int
+    masks: int
+    even: bool
+    per_batch: bool
+    per_head: bool
+    negative: bool = False
+
+
+@triton.jit
+def group_start(batch, head, num_heads, num_positions, FORM: tl.constexpr):
+    """Returns the index of the first list of a batch entry and head, whose lists are those of blocks of ``num_positions``."""
+    group = batch * 0
+    if FORM.per_batch:
+        group += batch * (num_heads if FORM.per_head else 1)
+    if FORM.per_head:
+        group += head
+    return group * tl.cdiv(num_positions, FORM.tile_block)
+
+
+@triton.jit
+def read_list(lists, pid, num_batches, num_heads, num_positions, PARTS: tl.constexpr, FORM: tl.constexpr):
+    """Returns (batch, head, block, tile) of a program, where a block of ``num_positions`` has PARTS tiles.
+
+    The longest lists of all heads come first, then one head after the other, since the programs of a head share keys in the cache.
+    """
+    item = pid // PARTS
+    heavy = tl.load(lists.heavy)
+    pairs = num_batches * num_heads
+    late = item - heavy * pairs
+    light = tl.maximum(tl.cdiv(num_positions, FORM.tile_block) - heavy, 1)
+    pair = tl.where(late < 0, item % pairs, late // light)
+    place = tl.where(late < 0, item // pairs, heavy + late % light)
+    batch, head = (pair // num_heads).to(tl.int64), pair % num_heads
+    block = tl.load(lists.order + group_start(batch, head, num_heads, num_positions, FORM) + place)
+    return batch, head, block, block * PARTS + pid % PARTS
+
+
+@triton.jit
+def whole_sequence(pid, num_queries, num_keys):
+    """Returns (branch, rate, first position, number of keys, indices [low, high) of the queries, place), which kernels need of
+    ``read_segment``'s results."""
+    # a tensor, as read_segment returns
+    zero = pid * 0
+    return zero, zero + 1, zero, num_keys, zero, num_queries, zero
+
+
+@triton.jit
+def list_steps(lists, batch, head, block, num_heads, num_positions, SUBS: tl.constexpr, FORM: tl.constexpr):
+    """Returns (first step, end of the steps, first block) of a list; each of its blocks takes SUBS steps."""
+    at = lists.starts + group_start(batch, head, num_heads, num_positions, FORM) + block
+    start, end = tl.load(at), tl.load(at + 1)
+    return start * SUBS, end * SUBS, tl.load(lists.others + start, mask=start < end, other=0)
+
+
+@triton.jit
+def next_block(lists, step, end, SUBS: tl.constexpr):
+    """Loads the block of step + 1 one step ahead: loads of tiles that waited for it would cost the pipeline a stage."""
+    return tl.load(lists.others + tl.minimum(step + 1, end - 1) // SUBS)
+
+
+@triton.jit
+def hide_pairs(
+    x, fill, lists, entry, query0, key0, num_queries, num_keys,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, MASKS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Sets x of ROWS queries and KEYS keys, or transposed, to ``fill`` where the block's mask does not keep the pair."""
+    masked = key0 + KEYS > num_keys
+    mask_index = -1
+    if MASKS > 0:
+        mask_index = tl.load(lists.masks + entry)
+        masked = masked | (mask_index >= 0)
+    if masked:
+        # along the tile's two dimensions
+        row = tl.arange(0, ROWS)[None, :] if TRANSPOSED else tl.arange(0, ROWS)[:, None]
+        key = tl.arange(0, KEYS)[:, None] if TRANSPOSED else tl.arange(0, KEYS)[None, :]
+        good = key0 + key < num_keys
+        if MASKS == 1:
+            inside = query0 + row < num_queries
+            low = tl.load(lists.low + query0 + row, mask=inside, other=0)
+            high = tl.load(lists.high + query0 + row, mask=inside, other=0)
+            good = good & ((mask_index < 0) | ((key0 + key >= low) & (key0 + key < high)))
+        if MASKS == 2:
+            WORDS: tl.constexpr = K_BLOCK // 32
+            word = tl.arange(0, KEYS // 32)[:, None] if TRANSPOSED else tl.arange(0, KEYS // 32)[None, :]
+            at = lists.bits + tl.maximum(mask_index, 0).to(tl.int64) * (Q_BLOCK * WORDS)
+            at += (query0 % Q_BLOCK + row) * WORDS + key0 % K_BLOCK // 32 + word
+            # rows and words are never negative; they give the condition its shape
+            words = tl.load(at, mask=(row >= 0) & (word >= 0) & (mask_index >= 0), other=-1)
+            if TRANSPOSED:
+                bits = tl.reshape((words[:, None, :] >> tl.arange(0, 32)[None, :, None]) & 1, (KEYS, ROWS))
+            else:
+                bits = tl.reshape((words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1, (ROWS, KEYS))
+            good = good & (bits != 0)
+        x = tl.where(good, x, fill)
+    return x
+
+
+@triton.jit
+def hide_listed(
+    x, fill, lists, entry, query0, key0, num_queries, num_keys, padding_ptr, ROWS: tl.constexpr, KEYS: tl.constexpr, PADDING: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Sets x (ROWS queries, KEYS keys) to ``fill`` where the pair is not kept or the key is padded."""
+    if FORM.masks > 0 or not FORM.even:
+        x = hide_pairs(
+            x, fill, lists, entry, query0, key0, num_queries, num_keys, ROWS, KEYS, FORM.tile_block, FORM.visited_block, FORM.masks, False
+        )
+    if PADDING:
+        keys = key0 + tl.arange(0, KEYS)
+        padded = tl.load(padding_ptr + keys, mask=keys < num_keys, other=1)
+        x = tl.where((padded == 0)[None, :], x, fill)
+    return x

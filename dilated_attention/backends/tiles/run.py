@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Bias
+from dilated_attention.backends.base import HALVES, Bias
 from dilated_attention.backends.dropout import Words, threshold_of
-from dilated_attention.backends.hardware import capability, has_gluon, on_device
+from dilated_attention.backends.hardware import capability, has_gluon, multiprocessors, on_device
 from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
-from dilated_attention.backends.tiles.scratch import all_aligned
-from dilated_attention.backends.tiles.sizes import sizes
+from dilated_attention.backends.tiles.sizes import all_aligned, sizes
 from dilated_attention.backends.tiles.table import step_of
 
 Tensors = tuple[Tensor, ...]
@@ -26,15 +25,48 @@ _LOG2_E = 1.4426950408889634
 _COMBINED = 4096
 
 
-def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch | None:
-    """Returns the launch of a Hopper kernel if the device is Hopper and that kernel is faster; else None."""
-    of_gpu = capability(p.device)
-    if of_gpu is None or of_gpu[0] != 9 or not has_gluon():
-        return None
-    from dilated_attention.backends.tiles.hopper import launches
+# (rows per stage of the ring, stages: at least 3 in the backward, whose consumers hold two and wait for a third) of the Hopper kernels, by
+# kernel and head dim rounded up, only where the Gluon kernel is faster than the Triton one on an H200 with Triton 3.6
+# (benchmarks/results/2026-11-22-h200/tiles-gluon.md)
+_HOPPER_SIZES = {
+    ("key", 48): (64, 4),
+    ("key", 64): (64, 4),
+    ("key", 128): (32, 3),
+    ("query", 128): (64, 3),
+    ("forward", 128): (128, 2),
+}
 
-    size = launches.sizes(which, p.head_dim)
-    return launches.launch(p, which, size, numbers, flags) if size is not None and launches.can_compute(p, tensors, flags) else None
+
+def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[float], flags: dict[str, Any]) -> KernelLaunch | None:
+    """Returns the launch of a Hopper kernel if the device is Hopper, and that kernel is faster and takes these aligned tensors; else None.
+
+    Args:
+        which: "forward", "query" or "key".
+        tensors: (B, N, H, D).
+        numbers: the integer and float arguments of the kernel that this one replaces.
+        flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
+    """
+    of_gpu, D = capability(p.device), p.head_dim
+    size = _HOPPER_SIZES.get((which, next((width for width in (48, 64, 128) if width >= D), 0)))
+    if of_gpu is None or of_gpu[0] != 9 or size is None or p.dtype not in HALVES or D <= 32 or D % 16 or not has_gluon():
+        return None
+    # of several query heads, the pairs of one are dropped at a time
+    if flags.get("DROPOUT") and p.shared and p.group > 1:
+        return None
+    from dilated_attention.backends.tiles import hopper_forward, hopper_key, hopper_query
+    from dilated_attention.backends.tiles.hopper_rows import ROWS, Flags
+
+    # 16 bytes are copied at a time, and the elements of a tile are counted in 32 bits
+    rate = max(rate for _, rate in p.call.walk.branches)
+    if any(stride % 16 for x in tensors for stride in x.stride()[:3]) or any(ROWS.value * rate * x.stride(1) >= 2**31 for x in tensors):
+        return None
+    kernels = {"forward": hopper_forward.forward_kernel, "query": hopper_query.query_kernel, "key": hopper_key.key_kernel}
+    of_keys, (block, stages) = which == "key", size
+    total = p.tables.num_tiles[of_keys] * p.batch * (p.key_heads if of_keys else p.num_heads)
+    all_flags = Flags(**{name: p.constants[name] for name in ("LEFT", "RIGHT", "CUT")}, **flags)
+    constants = {name: p.constants[name] for name in ("D", "D0", "D1")}
+    constants |= {"COLUMNS": p.columns, "BLOCK": block, "STAGES": stages, "FLAGS": all_flags}
+    return KernelLaunch(kernels[which], min(total, multiprocessors(p.device)), (*numbers, total), constants, dtypes=p.dtype)
 
 
 def _tile_launch(
@@ -48,15 +80,13 @@ def _tile_launch(
         tensors: the tensors that are read by rows, all aligned; None if some are not.
     """
     of_keys = which == "key"
-    heads = p.batch * (p.key_heads if of_keys else p.num_heads)
-    hopper = None
     if tensors is not None and not masks["BIAS"] and (of_keys or not any(masks.values())):
         of_hopper = {name: masks[name] for name in ("PADDING", "DROPOUT")} if of_keys else {}
         hopper = hopper_launch(p, which, tensors, numbers, {**flags, **of_hopper})
-    if hopper is not None:
-        return hopper
-    size = sizes(which, p.head_dim, p.dtype, p.longest, p.small, masks["DROPOUT"])
-    parts = p.tables.tile // size.rows
+        if hopper is not None:
+            return hopper
+    size = sizes(which, p.head_dim, p.dtype, p.longest, p.device, masks["DROPOUT"])
+    parts, heads = p.tables.tile // size.rows, p.batch * (p.key_heads if of_keys else p.num_heads)
     # no lists of blocks, which the same kernels take
     blocks = {"ROWS": size.rows, "PARTS": parts, "BLOCK": size.block, "STAGES": size.stages, "lists": None, "FORM": None}
     constants = {**p.constants, **flags, **masks, **blocks}
@@ -87,8 +117,6 @@ def forward(
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
-    with on_device(q.device):
-        spans_at, queries_at, _ = p.tables.pointers()
     last = p.read_with(p.packed(padding), words, packed_bias(bias))
     space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
 
@@ -101,6 +129,7 @@ def forward(
     own, part_lse = addresses[3:] if space is None else space.pointers
     own = own if parts is None else parts.data_ptr()
     with on_device(q.device):
+        spans_at, queries_at, _ = p.tables.pointers()
         pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in last)]
         launches[0](pointers, lambda: (*given, *unmerged(), p.tables.tensors()[1], *last), p.index)
         if rows:
@@ -128,7 +157,7 @@ def _forward_launches(
     B, H, rows = p.batch, p.num_heads, p.part_rows
     numbers = (
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
-        B, H, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
+        B, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
         call.scale * _LOG2_E, threshold, keep_scale,
     )  # fmt: skip
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
@@ -181,8 +210,6 @@ def backward(
         stats, _, k_parts, v_parts = scratch()
         return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, p.tables.tensors()[2], *key_last
 
-    with on_device(q.device):
-        spans_at, queries_at, keys_at = p.tables.pointers()
     packed = packed_bias(bias)
     query_last = p.read_with(p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
@@ -191,6 +218,7 @@ def backward(
     stats_at, *sums = space.pointers
     q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
+        spans_at, queries_at, keys_at = p.tables.pointers()
         launches[0]([*addresses, stats_at, results[0], q_at, queries_at, *(x.data_ptr() for x in query_last)], queries, p.index)
         pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_last)]
         launches[1](pointers, keys, p.index)
@@ -216,14 +244,14 @@ def _backward_launches(
     masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
     range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
     numbers = (
-        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
+        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
         *drawing,
     )  # fmt: skip
     queries = _tile_launch(
         p, "query", backward_kernels.query_kernel, numbers, {"OWN": has_parts, "DLSE": dlse is not None}, masks, aligned_tensors
     )
     numbers = (
-        *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, H, *range_, p.key_part_rows, p.delta_rows,
+        *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, *range_, p.key_part_rows, p.delta_rows,
         walk.key_direct, *p.bounds, *drawing,
     )  # fmt: skip
     keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
@@ -240,11 +268,12 @@ def combine_launch(p: Prepared, *strides: Sequence[int]) -> KernelLaunch:
     """
     walk, H, Hk, step = p.call.walk, p.num_heads, p.kv_heads, step_of(p.call.walk, p.call.offsets)
     numbers = *(stride for of_result in strides for stride in of_result[:3]), p.batch, H, p.q_first, p.num_queries, p.part_rows, walk.steps
-    rows, q_tiles = p.tiles(_COMBINED, -(-p.num_queries // step), H if p.part_rows else 0)
+    rows = max(8, _COMBINED // p.columns)
+    q_tiles = -(-p.num_queries // (step * rows)) * p.batch * H * (p.part_rows > 0)
     constants = {"D": p.head_dim, "COLUMNS": p.columns, "ROWS": rows, "BRANCHES": walk.num_branches, "CUT": walk.is_cut, "STEP": step}
     if len(strides) == 2:
         return KernelLaunch(combine.merge_kernel, q_tiles, numbers, {**constants, "DIRECT": walk.direct}, dtypes=p.dtype)
-    _, k_tiles = p.tiles(_COMBINED, -(-p.num_keys // step), Hk if p.key_part_rows else 0)
+    k_tiles = -(-p.num_keys // (step * rows)) * p.batch * Hk * (p.key_part_rows > 0)
     numbers = (
         *numbers, Hk, p.group, p.key_heads // Hk, p.num_keys, q_tiles, k_tiles, p.key_part_rows, walk.direct, walk.key_direct,
     )  # fmt: skip

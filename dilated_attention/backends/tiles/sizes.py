@@ -1,11 +1,22 @@
-"""The kernels' tile sizes. They were measured beforehand, and are looked up by head dim, dtype and the rows of a problem."""
+"""Sizes that need no tensors and no Triton: the kernels' tiles, measured beforehand, and the scratch memory of each pass, for the launches
+that allocate it and for plans."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from dilated_attention.backends.hardware import capability
+
+# (elements, dtype) of each part of an allocation
+Parts = tuple[tuple[int, torch.dtype], ...]
+_ALIGNMENT = 128
+# compute capabilities with 163 KiB of shared memory per program, or more; others have 99
+LARGE_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 class TileSizes(NamedTuple):
@@ -83,16 +94,17 @@ _SMALL_SIZES = {
 
 @functools.lru_cache(maxsize=256)
 def sizes(
-    which: str, head_dim: int, dtype: torch.dtype, longest: int, small: bool = False, dropout: bool = False, lists: bool = False
+    which: str, head_dim: int, dtype: torch.dtype, longest: int, device: torch.device, dropout: bool = False, lists: bool = False
 ) -> TileSizes:
     """Returns the sizes of a kernel.
 
     Args:
         which: "forward", "query" (dq) or "key" (dk, dv).
         longest: the number of selected positions in the longest segment; of lists, the positions of a block.
-        small: whether a program has only 99 KiB of shared memory.
     """
     kind, width = "float32" if dtype is torch.float32 else "half", sum(head_blocks(head_dim))
+    of_gpu = capability(device)
+    small = of_gpu is not None and of_gpu not in LARGE_MEMORY
     table = _SIZES | (_LIST_SIZES if lists else {}) | (_SMALL_SIZES if small else {})
     size = table[min((key for key in table if key[:2] == (which, kind) and key[2] >= width), key=lambda key: key[2])]
     if dropout and which == "query":
@@ -100,3 +112,53 @@ def sizes(
         size = size._replace(block=32)
     rows = min(size.rows, max(16, 1 << (longest - 1).bit_length()))
     return size if rows == size.rows else size._replace(rows=rows, warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The numbers of intermediate rows, which the merge or the sum reads.
+
+    Args:
+        batch, heads, key_heads: B, H, and the number of heads for which gradients of keys are summed.
+        part_rows, delta_rows: number of query places in all branches except the direct one, and in all branches.
+        key_part_rows: number of key places in all branches except the direct one.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    part_rows: int
+    delta_rows: int
+    key_part_rows: int
+
+    def own_outputs(self) -> int:
+        """Returns the number of elements of the branches' own outputs."""
+        return self.batch * self.heads * self.part_rows * self.head_dim
+
+    def forward(self, dtype: torch.dtype, *, is_saved: bool) -> Parts:
+        """Returns the parts of the forward: the branches' outputs, unless they are stored elsewhere, and their lse."""
+        return (0 if is_saved else self.own_outputs(), dtype), (self.batch * self.heads * self.part_rows, torch.float32)
+
+    def backward(self, dtype: torch.dtype, *, dropout: bool, bias: bool = False) -> Parts:
+        """Returns the parts of the backward: per query row δ, lse · log2(e), with dropout two words, with a bias a part of its
+        gradient; dq, dk and dv of the branches."""
+        keys = self.batch * self.key_heads * self.key_part_rows * self.head_dim
+        stats = ((4 if dropout else 2) + bias) * self.batch * self.heads * self.delta_rows
+        return (stats, torch.float32), (self.own_outputs(), dtype), (keys, dtype), (keys, dtype)
+
+
+def all_aligned(pointers: Sequence[int]) -> bool:
+    """Whether all pointers are aligned to 16 bytes, as a kernel compiled for aligned pointers assumes."""
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    return bits % 16 == 0
+
+
+def aligned_bytes(elements: int, dtype: torch.dtype) -> int:
+    return -(-elements * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def scratch_bytes(parts: Iterable[tuple[int, torch.dtype]]) -> int:
+    return sum(aligned_bytes(*part) for part in parts)

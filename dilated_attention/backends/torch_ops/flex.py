@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import clear_empty_rows
@@ -19,6 +20,7 @@ from dilated_attention.pattern.blocks.flex_mask import padded_tables
 # limit of recompiles for one kind of call: each new stride order costs one, and so does a batch, head count or length of 1; torch allows 8
 _RECOMPILE_LIMIT = 64
 _BLOCK = 128
+_LSE_ONLY = AuxRequest(lse=True)
 
 
 class FlexBackend(Backend):
@@ -69,26 +71,19 @@ class FlexBackend(Backend):
         if keys is not None:
             # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        return _part_backward(dout, q, k, v, out, lse, options, dlse, keys)
-
-
-def _part_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
-    lists: BlockLists | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with _autograd_inside_an_op():
-        inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
-        part_out, part_lse = _flex(*inputs, options, lists)
-        out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
-        with torch.no_grad():
-            weight = (part_lse - lse).exp()
-            difference = part_out.float() - out_PGLD.float()
-            lse_grad = (dout_PGLD.float() * difference).sum(-1)
-            if dlse is not None:
-                lse_grad = lse_grad + dlse
-            out_grad = (dout_PGLD.float() * weight[..., None]).to(part_out.dtype)
-        grads = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
-    return grads[0], grads[1], grads[2]
+        with _autograd_inside_an_op():
+            inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
+            part_out, part_lse = _flex(*inputs, options, keys)
+            out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
+            with torch.no_grad():
+                weight = (part_lse - lse).exp()
+                difference = part_out.float() - out_PGLD.float()
+                lse_grad = (dout_PGLD.float() * difference).sum(-1)
+                if dlse is not None:
+                    lse_grad = lse_grad + dlse
+                out_grad = (dout_PGLD.float() * weight[..., None]).to(part_out.dtype)
+            grads = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
+        return grads[0], grads[1], grads[2]
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None = None) -> tuple[Tensor, Tensor]:
@@ -121,7 +116,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists |
             scale=options.scale,
             enable_gqa=q.shape[2] != k.shape[2],
             kernel_options=kernel,
-            return_aux=_lse_only(),
+            return_aux=_LSE_ONLY,
         )
     return out, aux.lse
 
@@ -138,8 +133,6 @@ def _autograd_inside_an_op() -> Iterator[None]:
 
 
 def _call_flex(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
     return flex_attention(q, k, v, **settings)
 
 
@@ -155,19 +148,10 @@ def _compiled(kind: tuple[Any, ...], search: bool = False) -> Any:
     return torch.compile(function, fullgraph=True, dynamic=True, options={"max_autotune": True} if search else None)
 
 
-@functools.cache
-def _lse_only() -> Any:
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    return AuxRequest(lse=True)
-
-
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def _band_block_mask(band: tuple[int | None, int | None], num_queries: int, num_keys: int, device: str) -> Any:
     """Returns the band as a BlockMask, with lists computed from the blocks' corners: create_block_mask would materialise every pair."""
-    from torch.nn.attention.flex_attention import BlockMask
-
     lowest = -num_queries if band[0] is None else band[0]
     highest = num_keys if band[1] is None else band[1]
     q_first = torch.arange(0, num_queries, _BLOCK, device=device)[:, None]
@@ -217,8 +201,6 @@ def block_mask(lists: BlockLists) -> Any:
 
     Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have separate tables.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     assert lists.mask_kind in ("none", "interval"), lists.mask_kind
     by_column = lists.by_column
     mask_mod = _every_pair if lists.masks is None or lists.interval is None else _in_interval(*lists.interval)

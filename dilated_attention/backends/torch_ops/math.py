@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options, accumulation_dtype
-from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
 from dilated_attention.backends.dropout import keep_mask
+from dilated_attention.backends.nonfinite import ContainedBackend
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES
 
 # scores of one block of query rows: small enough to stay near the caches and to bound memory at any length
 _BLOCK_BYTES = 32 * 2**20
 
 
-class MathBackend(GatheringBackend):
+class MathBackend(ContainedBackend):
     """Materialises the scores of one block of rows at a time: O(L·S) arithmetic, bounded memory. Half precision computes in float32."""
 
     name = "math"

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options
-from dilated_attention.backends.block_kernels.block_gather import GatheringBackend
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows
-from dilated_attention.backends.nonfinite import all_finite
+from dilated_attention.backends.nonfinite import ContainedBackend, all_finite
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES
 
 _MATH = MathBackend()
 
 
-class SdpaCpuBackend(GatheringBackend):
+class SdpaCpuBackend(ContainedBackend):
     """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward, on strided views without a copy.
 
     The op has pitfalls, each guarded here and tested: a call without any keys kills the process; a last stride ≠ 1 is silently wrong;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
-from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, repeat_heads, window_sizes
+from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, of_kv_heads, repeat_heads, window_sizes
 from dilated_attention.backends.torch_ops.math import MathBackend
 
 _MATH = MathBackend()
@@ -184,10 +184,7 @@ class SdpaEfficientBackend(Backend):
             scale=options.scale,
         )
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-        if K != G:
-            # sums the contributions of the query heads that read one key/value head, in float32
-            dk, dv = (x.unflatten(2, (K, G // K)).sum(3, dtype=torch.float32) for x in (dk, dv))
-        return dq, dk, dv
+        return dq, of_kv_heads(dk, K), of_kv_heads(dv, K)
 
 
 def _aligned_bias(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:

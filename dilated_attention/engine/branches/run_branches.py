@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import Options, Views, accumulation_dtype, placed
+from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.merge import zero_key_share
-from dilated_attention.backends.streams import Streams
 from dilated_attention.engine.branches import places
 from dilated_attention.engine.branches.chunking import CallSizes, Chunk, ChunkSizes, chunk_sizes
 from dilated_attention.engine.branches.launches import (

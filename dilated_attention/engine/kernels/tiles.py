@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
+from dilated_attention.backends.tiles.sizes import Extent, scratch_bytes
 from dilated_attention.backends.tiles.table import counts_of
 from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding

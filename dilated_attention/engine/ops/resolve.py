@@ -17,7 +17,7 @@ import torch
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
 from dilated_attention.backends.hardware import keep_for_graph
-from dilated_attention.backends.tiles.scratch import all_aligned
+from dilated_attention.backends.tiles.sizes import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.oom import explain_shortage

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from dilated_attention.backends.tiles.hopper.kernel_rows import (
+from dilated_attention.backends.tiles.hopper_rows import (
     COPIERS,
     GROUPS,
     barriers,
@@ -38,7 +38,7 @@ def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.cons
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h = strides
     q_smem, k_smem, v_smem = buffers
     tile_full, tile_empty, k_full, v_full, k_empty, v_empty = signals
-    group = shape[3]
+    group = shape[2]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
@@ -196,7 +196,7 @@ def _consume(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, parts_ptr, part_lse_ptr, rows_ptr, offsets_ptr, padding_ptr, words_a_ptr, words_c_ptr,
     words_b_ptr, bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, pad_b, pad_branch,
-    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
+    num_batches, num_heads, group, q_first, q_last, num_queries, num_keys, part_rows, direct, left, right, scale, threshold,
     keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
@@ -215,7 +215,7 @@ def forward_kernel(
     part1: gl.constexpr = 1
     buffers = (q_smem, k_smem, v_smem)
     signals = (tile_full, tile_empty, k_full, v_full, k_empty, v_empty)
-    shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
+    shape = (num_batches, num_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h)
     out_strides = (o_b, o_n, o_h)

@@ -169,12 +169,12 @@ def query_row(
     index, rows_ptr, offsets_ptr, shape, bounds, BLOCK: gl.constexpr, FLAGS: gl.constexpr
 ):  # fmt: skip
     """Returns what producer and consumers need from a row of the table of queries; ``begin`` is the first key that its tile sees."""
-    num_batches, num_heads, offset_heads, _group, q_first, q_last, num_keys = shape
+    num_batches, num_heads, _group, q_first, q_last, num_keys = shape
     left, right = bounds
     head = index % num_heads
     batch = (index // num_heads % num_batches).to(gl.int64)
     branch, rate, first, count, low, high, tile, place, places, _ = read_segment(
-        rows_ptr, index // (num_heads * num_batches), offsets_ptr, offset_heads, head, q_first, q_last, num_keys, FLAGS.CUT
+        rows_ptr, index // (num_heads * num_batches), offsets_ptr, num_heads, head, q_first, q_last, num_keys, FLAGS.CUT
     )
     i0 = low + tile * ROWS
     last = gl.minimum(i0 + ROWS, high) - 1

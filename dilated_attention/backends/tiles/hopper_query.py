@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dilated_attention.backends.tiles.hopper.kernel_rows import (
+from dilated_attention.backends.tiles.hopper_rows import (
     COPIERS,
     GROUPS,
     barriers,
@@ -50,7 +50,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
     tile_full, tile_empty, full, empty = signals
     num_heads = shape[1]
-    group = shape[3]
+    group = shape[2]
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
@@ -218,7 +218,7 @@ def query_kernel(
     words_a_ptr, words_c_ptr, words_b_ptr, bias_ptr,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h, dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h, pad_b,
     pad_branch,
-    num_batches, num_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
+    num_batches, num_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left, right,
     scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
@@ -239,7 +239,7 @@ def query_kernel(
     part1: gl.constexpr = 1
     buffers = (q_smem, do_smem, lse_smem, k_smem, v_smem)
     signals = (tile_full, tile_empty, full, empty)
-    shape = (num_batches, num_heads, offset_heads, group, q_first, q_last, num_keys)
+    shape = (num_batches, num_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h)
     out_strides = (dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dilated_attention.backends.tiles.hopper.kernel_rows import (
+from dilated_attention.backends.tiles.hopper_rows import (
     COPIERS,
     GROUPS,
     ROWS,
@@ -63,13 +63,13 @@ def _key_row(
     index, rows_ptr, offsets_ptr, shape, bounds, BLOCK: gl.constexpr, FLAGS: gl.constexpr
 ):  # fmt: skip
     """Returns what the producer and the consumers need from a row of the table of keys."""
-    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys = shape
+    num_batches, num_heads, kv_heads, group, q_first, q_last, num_keys = shape
     heads = kv_heads if FLAGS.SHARED else num_heads
     own_head = index % heads
     batch = (index // heads % num_batches).to(gl.int64)
     first_head = own_head * group if FLAGS.SHARED else own_head
     branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
-        rows_ptr, index // (heads * num_batches), offsets_ptr, offset_heads, first_head, q_first, q_last, num_keys, FLAGS.CUT
+        rows_ptr, index // (heads * num_batches), offsets_ptr, num_heads, first_head, q_first, q_last, num_keys, FLAGS.CUT
     )
     j0 = tile * ROWS
     begin, steps = _key_range(j0, count, low, high, bounds, BLOCK, FLAGS)
@@ -77,15 +77,15 @@ def _key_row(
 
 
 @gluon.jit
-def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
+def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
     """The producer of ``key_kernel``: loads keys and values of each row's tile, then blocks of queries with their dout and statistics."""
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h = strides
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem = buffers
     tile_full, tile_empty, full, empty = signals
     num_heads = shape[1]
-    group = shape[4]
-    q_first = shape[5]
+    group = shape[3]
+    q_first = shape[4]
     STATS: gl.constexpr = 4 if FLAGS.DROPOUT else 2
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK: gl.constexpr = q_smem.shape[1]
@@ -184,7 +184,7 @@ def _key_consume(
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem = buffers
     tile_full, tile_empty, full, empty = signals
     kv_heads = shape[2]
-    group = shape[4]
+    group = shape[3]
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK: gl.constexpr = q_smem.shape[1]
     COLUMNS: gl.constexpr = q_smem.shape[2]
@@ -210,7 +210,7 @@ def _key_consume(
         j0 += PART * 64
         if FLAGS.DROPOUT:
             # with dropout there is one query head, so these are its words
-            word_at = words_ptr + (batch * shape[1] + first_head) * shape[7] + first + (j0 + local).to(gl.int64) * rate
+            word_at = words_ptr + (batch * shape[1] + first_head) * shape[6] + first + (j0 + local).to(gl.int64) * rate
             word_b = gl.load(word_at, mask=local < count - j0, other=0)
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
@@ -310,7 +310,7 @@ def _key_consume(
 def key_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, rows_ptr, offsets_ptr, padding_ptr, words_b_ptr,
     bias_ptr, q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h, dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b,
-    num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
+    num_batches, num_heads, kv_heads, group, q_first, q_last, num_queries, num_keys, part_rows, delta_rows, direct, left,
     right, scale, natural_scale, threshold, keep_scale, total,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
@@ -338,7 +338,7 @@ def key_kernel(
     part1: gl.constexpr = 1
     buffers = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, a_smem, c_smem)
     signals = (tile_full, tile_empty, full, empty)
-    shape = (num_batches, num_heads, kv_heads, offset_heads, group, q_first, q_last, num_keys)
+    shape = (num_batches, num_heads, kv_heads, group, q_first, q_last, num_keys)
     bounds = (left, right)
     strides = (q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h)
     out_strides = (dk_b, dk_n, dk_h, dv_b, dv_n, dv_h, pad_b)
@@ -351,7 +351,7 @@ def key_kernel(
                        part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1)),
             (_key_consume, (part1, FLAGS, tables, outputs, out_strides, shape, bounds, buffers, signals, total,
                        part_rows, direct, scale, natural_scale, threshold, keep_scale, D, D0, D1)),
-            (_key_produce, (inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D, FLAGS)),
+            (_key_produce, (inputs, strides, shape, bounds, buffers, signals, total, delta_rows, D, FLAGS)),
         ],
         [4, 4],
         [232, 40],

@@ -2,33 +2,33 @@
 
 A *piece* is such a batch. Its queries, keys and values are gathered, a dense kernel runs, and the results are scattered back. Blocks
 with masked pairs are pieces of their own: a kernel with a mask is slower, and under causality every query block has one such key block.
-Memory: one copy of the inputs, heads first, and one piece. A dense kernel is a pair of functions of queries (P, L, G, D), keys and
-values (P, S, K, D), and ``pairs``: bool (P, L or 1, S), True where the pair is kept, None where all are.
+Memory: one copy of the inputs, heads first, and one piece. The dense kernel is ``nonfinite.ContainedBackend.dense_forward`` or
+``dense_backward``: of queries (P, L, G, D), keys and values (P, S, K, D), and pairs, bool (P, L or 1, S), True where the pair is kept, None
+where all are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends.base import Keys, Options, Views
+from dilated_attention.backends.base import Options, accumulation_dtype
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
-from dilated_attention.backends.nonfinite import ContainedBackend
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 
 # bytes of keys, values and pairs of one piece. On a CPU a piece is about as large as the caches (between 2 and 64 MiB the difference is
 # below the noise of the timings); on a GPU larger pieces mean fewer launches
-_PIECE_BYTES = 8 * 2**20
-_PIECE_BYTES_GPU = 64 * 2**20
+PIECE_BYTES = 8 * 2**20
+PIECE_BYTES_GPU = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class GatherProblems:
+class GatherProblems(NamedTuple):
     """P problems of L queries and S keys: query block ``rows[p]`` of batch entry ``batch[p]`` over its key blocks ``columns[p]``.
 
     Args:
@@ -49,80 +49,68 @@ class GatherProblems:
     has_pairs: bool
     is_second: bool
 
-
-class GatheringBackend(ContainedBackend):
-    """A backend on a dense kernel that also computes block lists."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
-        if keys is None:
-            return super().forward(q, k, v, options)
-        assert isinstance(keys, BlockLists)
-        with torch.no_grad():
-            B, Nq, H, _ = q.shape
-            out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-            lse = torch.full((B, H, Nq), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-            if q.is_meta:
-                return out, lse
-            masks = _Masks(keys, options, B)
-            queries, of_keys, values = _Blocks(q, keys.q_block), _Blocks(k, keys.k_block), _Blocks(v, keys.k_block)
-            for piece in pieces(q, k, keys, options):
-                inputs = (queries.of_rows(piece), of_keys.of_columns(piece), values.of_columns(piece))
-                part_out, part_lse = self.dense_forward(*inputs, masks.options(piece), masks.pairs(piece))
-                if piece.is_second:
-                    merge_(part_out, part_lse.transpose(1, 2), _taken(out, keys, piece), _taken(_one_dim(lse), keys, piece)[..., 0])
-                _put(out, part_out, keys, piece)
-                _put(_one_dim(lse), _one_dim(part_lse), keys, piece)
-            return out, lse
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
-        dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Returns (dq, dk, dv); of lists, dk and dv in float32 (float64 for float64)."""
-        if keys is None:
-            return super().backward(dout, q, k, v, out, lse, options, dlse=dlse)
-        assert isinstance(keys, BlockLists)
-        with torch.no_grad():
-            dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-            dk, dv = _Sums(k, keys, options), _Sums(v, keys, options)
-            if q.is_meta:
-                return dq, dk.result(), dv.result()
-            masks = _Masks(keys, options, q.shape[0])
-            # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
-            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-            douts, queries, outs, lses = (_Blocks(x, keys.q_block) for x in (dout, q, out, _one_dim(lse)))
-            dlses = None if dlse is None else _Blocks(_one_dim(dlse), keys.q_block)
-            of_keys, values = _Blocks(k, keys.k_block), _Blocks(v, keys.k_block)
-            for piece in pieces(q, k, keys, options):
-                inputs = (
-                    douts.of_rows(piece),
-                    queries.of_rows(piece),
-                    of_keys.of_columns(piece),
-                    values.of_columns(piece),
-                    outs.of_rows(piece),
-                )
-                part_lse = lses.of_rows(piece)[..., 0].transpose(1, 2)
-                part_dlse = None if dlses is None else dlses.of_rows(piece)[..., 0].transpose(1, 2)
-                dq_share, dk_share, dv_share = self.dense_backward(*inputs, part_lse, masks.options(piece), part_dlse, masks.pairs(piece))
-                if piece.is_second:
-                    dq_share = dq_share + _taken(dq, keys, piece)
-                _put(dq, dq_share.to(q.dtype), keys, piece)
-                dk.add(dk_share, piece)
-                dv.add(dv_share, piece)
-            return dq, dk.result(), dv.result()
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """The index of its queries (P, G, L, D) in blocks (B, R, block, H, D)."""
+        return self.batch[:, None], self.rows[:, None], slice(self.num_queries), self.heads
 
 
-def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options, budget: int | None = None) -> Iterator[GatherProblems]:
-    """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU.
+@torch.no_grad()
+def forward(
+    dense: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse): see ``Backend.forward``."""
+    B, Nq, H, _ = q.shape
+    acc, whole = accumulation_dtype(q.dtype), (B, lists.num_rows, lists.q_block, H)
+    out, lse = q.new_zeros((*whole, q.shape[3])), torch.full((B, H, *whole[1:3]), -torch.inf, dtype=acc, device=q.device)
+    if not q.is_meta:
+        masks = _Masks(lists, options, B)
+        queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+        for piece in _pieces(q, k, lists, options):
+            inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
+            part_out, part_lse = dense(*inputs, masks.options(piece), masks.pairs(piece))
+            batch, rows, queries_of, heads = piece.place
+            of_lse = batch, heads, rows, queries_of
+            if piece.is_second:
+                merge_(part_out, part_lse.transpose(1, 2), out[piece.place].transpose(1, 2), lse[of_lse].transpose(1, 2))
+            out[piece.place] = part_out.transpose(1, 2)
+            lse[of_lse] = part_lse
+    return out.flatten(1, 2)[:, :Nq].contiguous(), lse.flatten(2)[:, :, :Nq].contiguous()
 
-    ``budget``: bytes of a piece, None for those of the tensors' device. Of q and k only shapes, dtype and device are read.
-    """
+
+@torch.no_grad()
+def backward(
+    dense: Callable[..., tuple[Tensor, Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    options: Options, lists: BlockLists, dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns (dq, dk, dv), dk and dv in the dtype of sums: see ``Backend.backward``."""
+    B, Nq, H, D = q.shape
+    dq, dk, dv = q.new_zeros((B, lists.num_rows, lists.q_block, H, D)), _Sums(k, lists, options), _Sums(v, lists, options)
+    if not q.is_meta:
+        masks = _Masks(lists, options, B)
+        # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
+        of_lse = [lse.masked_fill(lse == -torch.inf, torch.inf), *(() if dlse is None else (dlse,))]
+        of_rows = [_Blocks(x, lists.q_block) for x in (dout, q, out, *(x.transpose(1, 2)[..., None] for x in of_lse))]
+        keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+        for piece in _pieces(q, k, lists, options):
+            part_dout, part_q, part_out, *numbers = (x.of_rows(piece) for x in of_rows)
+            part_lse, part_dlse, *_ = *(x[..., 0].transpose(1, 2) for x in numbers), None
+            inputs = part_dout, part_q, keys.of_columns(piece), values.of_columns(piece), part_out, part_lse
+            dq_share, dk_share, dv_share = dense(*inputs, masks.options(piece), part_dlse, masks.pairs(piece))
+            dq_share = dq_share.transpose(1, 2)
+            dq[piece.place] = (dq_share + dq[piece.place] if piece.is_second else dq_share).to(q.dtype)
+            dk.add(dk_share, piece)
+            dv.add(dv_share, piece)
+    return dq.flatten(1, 2)[:, :Nq].contiguous(), dk.result(), dv.result()
+
+
+def _pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterator[GatherProblems]:
+    """Yields all query blocks that keep a key, grouped by their number of keys. Reads the lists' lengths, so it waits for a GPU."""
     assert not options.causal and options.mask.band is None, "block lists already include causality and the window"
     B, H, K, D, R, device = q.shape[0], q.shape[2], k.shape[2], k.shape[3], lists.num_rows, q.device
     assert lists.num_batch in (1, B) and lists.num_heads in (1, H)
     together = lists.num_heads == 1
-    if budget is None:
-        budget = _PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_GPU
+    budget = PIECE_BYTES if device.type == "cpu" else PIECE_BYTES_GPU
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
     last = lists.num_queries % lists.q_block
     done = torch.zeros(lists.num_groups * R, dtype=torch.bool)
@@ -139,7 +127,7 @@ def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options, budget: in
             order = kind.argsort(stable=True)
             kinds, members = kind[order].unique_consecutive(return_counts=True)
             for value, group in zip(kinds.tolist(), order.split(members.tolist()), strict=True):
-                S, has_pairs, L = value // 8, bool(value & 2), last if value & 1 else lists.q_block
+                S, is_second, has_pairs, L = value // 8, bool(value & 4), bool(value & 2), last if value & 1 else lists.q_block
                 if S == 0:
                     continue
                 size = S * (kv_row_bytes + has_pairs * L * (1 + q.element_size()))
@@ -147,18 +135,9 @@ def pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options, budget: in
                     entries = entries_of[starts[index[part], None] + torch.arange(-(-S // lists.k_block))].to(device)
                     head = torch.arange(H)[None] if together else heads[part, None]
                     kv_head = torch.arange(K)[None] if together else head // (H // K)
-                    yield GatherProblems(
-                        batch=batch[part].to(device),
-                        rows=rows[part].to(device),
-                        heads=head.to(device),
-                        kv_heads=kv_head.to(device),
-                        columns=lists.columns[entries].long(),
-                        entries=entries,
-                        num_queries=L,
-                        num_keys=S,
-                        has_pairs=has_pairs,
-                        is_second=bool(value & 4),
-                    )
+                    columns = lists.columns[entries].long()
+                    batches, blocks = batch[part].to(device), rows[part].to(device)
+                    yield GatherProblems(batches, blocks, head.to(device), kv_head.to(device), columns, entries, L, S, has_pairs, is_second)
         done |= num_keys > 0
 
 
@@ -179,7 +158,7 @@ def _parts(lists: BlockLists, padding: Tensor | None, *, splits: bool) -> Iterat
         flags = special[None]
         if padding is not None:
             room = lists.num_columns * lists.k_block - lists.num_keys
-            padded = torch.nn.functional.pad(padding.cpu(), (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
+            padded = F.pad(padding.cpu(), (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
             flags = flags | padded[:, columns.long()]
         masked = torch.zeros((flags.shape[0], num_rows), dtype=torch.int64).index_add_(1, row, flags.long()) > 0
         parts = [(everything, masked)]
@@ -191,28 +170,19 @@ def _parts(lists: BlockLists, padding: Tensor | None, *, splits: bool) -> Iterat
         yield entries, count.cumsum(0) - count, keys, masked.expand(-1, num_rows)
 
 
-def _one_dim(lse: Tensor) -> Tensor:
-    """Views (B, H, N) as (B, N, H, 1)."""
-    return lse.transpose(1, 2)[..., None]
-
-
 def _of_all(x: Tensor, batch: int) -> Tensor:
     """Views (B or 1, N) as (B, N, 1, 1)."""
     return x.expand(batch, -1)[..., None, None]
 
 
 class _Blocks:
-    """x (B, N, H, D) split into blocks, heads first, which kernels read fastest; the values past the end are undefined."""
+    """x (B, N, H, D) split into blocks, heads first, which kernels read fastest; what the last block lacks is 0."""
 
     def __init__(self, x: Tensor, block: int) -> None:
         B, N, self.heads, self.dim = x.shape
         self.count = -(-N // block)
-        x = x.transpose(1, 2)
-        if N % block:
-            padded = x.new_empty((B, self.heads, self.count * block, self.dim))
-            padded[:, :, :N] = x
-            x = padded
-        self.flat = x.contiguous().view(B * self.heads * self.count, block * self.dim)
+        x = F.pad(x.transpose(1, 2), (0, 0, 0, -N % block)) if N % block else x.transpose(1, 2).contiguous()
+        self.flat = x.view(B * self.heads * self.count, block * self.dim)
         # one buffer serves all pieces: on the CPU fresh pages take a third of the time of a gather
         self.scratch = self.flat.new_empty((0, self.flat.shape[1]))
 
@@ -233,26 +203,6 @@ class _Blocks:
         return found.view(*index.shape[:2], -1, self.dim)[:, :, :length].transpose(1, 2)
 
 
-def _place(x: Tensor, lists: BlockLists, piece: GatherProblems) -> tuple[Tensor, tuple[Any, ...]]:
-    """Returns a view of x (B, N, H, D) and the index in it of the piece's query blocks, (P, G, L, D)."""
-    whole, block, batch = lists.num_queries // lists.q_block, lists.q_block, piece.batch[:, None]
-    if piece.num_queries == block:
-        return x[:, : whole * block].unflatten(1, (whole, block)), (batch, piece.rows[:, None], slice(None), piece.heads)
-    return x[:, whole * block :], (batch, slice(None), piece.heads)
-
-
-def _taken(x: Tensor, lists: BlockLists, piece: GatherProblems) -> Tensor:
-    """Returns (P, L, G, D) of the query blocks of x (B, N, H, D)."""
-    view, index = _place(x, lists, piece)
-    return view[index].transpose(1, 2)
-
-
-def _put(x: Tensor, values: Tensor, lists: BlockLists, piece: GatherProblems) -> None:
-    """Writes (P, L, G, D) to the query blocks of x (B, N, H, D)."""
-    view, index = _place(x, lists, piece)
-    view[index] = values.transpose(1, 2)
-
-
 class _Sums:
     """The gradient of keys or values (B, N, K, D), summed over pieces. It is heads first where each head has its own lists."""
 
@@ -262,7 +212,7 @@ class _Sums:
         shape = (B, 1, lists.num_columns, lists.k_block, self.heads, D)
         if not self.together:
             shape = (B, self.heads, lists.num_columns, lists.k_block, 1, D)
-        self.total = torch.zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
         # index_put_ sorts by index, where index_add_ uses atomics
         self.sorts = options.deterministic and x.is_cuda
 

@@ -1,1 +1,0 @@
-"""Kernels that compute attention over lists of kept blocks."""

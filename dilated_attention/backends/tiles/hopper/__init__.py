@@ -1,1 +1,0 @@
-"""The kernels over a table of tiles for Hopper, in Gluon."""
