@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 class Runner(Protocol):
     """A way to run a plan: problem by problem or in one launch (``branches/run_problems.py``), branches in chunks with one merge each
-    (``branches/run_branches.py``), or a whole call on this project's kernels (``kernels/tiles.py``)."""
+    (``branches/run_branches.py``), or a whole call on this project's kernels (``branches/run_tiles.py``)."""
 
     def forward(
         self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None

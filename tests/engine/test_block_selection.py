@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from dilated_attention.backends.torch_ops.math import band_mask
-from dilated_attention.engine.blocks import bitmask, selection
-from dilated_attention.engine.blocks.bitmask import lists_of_kept
-from dilated_attention.engine.blocks.lists import block_lists
+from dilated_attention.engine.blocks import selection
+from dilated_attention.engine.blocks.lists import bits_of_lists, block_lists, lists_of_kept
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.pattern import (
     BlockPattern,
@@ -147,7 +146,7 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
     if seed % 3 == 0:
         monkeypatch.setattr(selection, "_TORCH_BYTES", 4096)
         monkeypatch.setattr(selection, "_MEAN_BYTES", 4096)
-        monkeypatch.setattr(bitmask, "_CHUNK", 16)
+        monkeypatch.setattr("dilated_attention.engine.blocks.lists._CHUNK", 16)
     # interpreted kernels take their time
     case = chosen_case(seed, SPACE if dtype is torch.float64 else replace(SPACE, max_length=400))
     x = inputs(case, dtype)
@@ -168,7 +167,7 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
             pairs = pairs & band_mask((None, case.query_offset), *pairs.shape[1:], torch.device("cpu"))
         for written in (expanded, *[expanded_by_interval] * (lists.interval is not None)):
             assert torch.equal(written(lists, lists.num_groups), pairs)
-        assert lists.mask_kind in ("interval", "none") and torch.equal(bitmask.bits_of_lists(lists), found[:, :, :rows].flatten(0, 1))
+        assert lists.mask_kind in ("interval", "none") and torch.equal(bits_of_lists(lists), found[:, :, :rows].flatten(0, 1))
 
 
 @pytest.mark.slow

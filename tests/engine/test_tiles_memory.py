@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention.engine.branches import run_tiles as tiles
 from dilated_attention.engine.branches.launches import Masks
-from dilated_attention.engine.kernels import tiles
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.factory import EXAMPLES, explain_backend
@@ -36,7 +36,7 @@ def account(**options: Any) -> tuple[int, int]:
 
 def test_heads_run_in_turn_where_what_waits_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = account()
-    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", 2**20)
+    monkeypatch.setattr("dilated_attention.engine.branches.places.TRANSIENT_BYTES", 2**20)
     cut = account()
     # 5 % of q, k, v are more than 1 MiB: the eight heads of one of the two sequences forward, two of them backward
     budget = int(0.05 * 3 * 2 * N * H * D * 2)
@@ -50,7 +50,7 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     pytest.importorskip("triton")
     from dilated_attention.backends.tiles import launch, run
 
-    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", budget)
+    monkeypatch.setattr("dilated_attention.engine.branches.places.TRANSIENT_BYTES", budget)
     monkeypatch.setattr(launch.KernelLaunch, "__call__", lambda *_: None)
     taken: list[int] = []
 

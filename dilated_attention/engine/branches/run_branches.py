@@ -19,7 +19,6 @@ from dilated_attention.backends.base import Options, Views, accumulation_dtype, 
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.backends.streams import Streams
 from dilated_attention.engine.branches import places
-from dilated_attention.engine.branches.chunking import CallSizes, Chunk, ChunkSizes, chunk_sizes
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
     Into,
@@ -33,7 +32,7 @@ from dilated_attention.engine.branches.launches import (
     rows_of,
     without_padding,
 )
-from dilated_attention.engine.branches.places import Layout, layout_of, view_of
+from dilated_attention.engine.branches.places import CallSizes, Chunk, ChunkSizes, Layout, chunk_sizes, layout_of, view_of
 from dilated_attention.engine.branches.problems import Problem, Problems, problems_of, whole_shape
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms

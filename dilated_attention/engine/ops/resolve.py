@@ -20,11 +20,11 @@ from dilated_attention.backends.hardware import keep_for_graph
 from dilated_attention.backends.tiles.scratch import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.oom import explain_shortage
+from dilated_attention.engine.memory import explain_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
-from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.engine.plan import Plan
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 

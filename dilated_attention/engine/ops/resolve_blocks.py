@@ -2,30 +2,220 @@
 
 Both parts of the union have kernels of their own. The forward merges their (out, lse). The backward runs each part's backward with the
 merged out and lse, which yields exactly its share of dq, dk, dv, and adds the shares. No gradient flows through the merge.
+
+Every document has its lists of kept blocks and its backend, and runs cut to that backend's limits, including a gradient of lse.
+
+Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, Nq).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.backends.base import Capabilities, accumulation_dtype, new_lse
+from dilated_attention.backends import AttentionRequest, Dropout
+from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.merge import merge_onto
-from dilated_attention.engine.blocks.documents import pieces_of, request_of
-from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
-from dilated_attention.engine.branches.launches import without_padding
+from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept
+from dilated_attention.engine.branches.launches import problems_at_once, without_padding
 from dilated_attention.engine.branches.problems import Range
+from dilated_attention.engine.branches.run_problems import lse_share
+from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.prepare import new_like, select_backend
 from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, key_of, masks_of, record_of
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern import BlockPattern, pattern_from_spec
+from dilated_attention.pattern.blocks.block_lists import BlockLists
+
+
+class DocumentRows(NamedTuple):
+    """A document: its keys, its rows of q, which begin ``front`` rows inside a query block, and its lists, which include those rows."""
+
+    keys: slice
+    rows: slice
+    front: int
+    lists: BlockLists
+
+
+def pieces_of(
+    pattern: BlockPattern, sizes: tuple[int, int, int], settings: CallSettings, documents: tuple[Range, ...] | None, kept: Tensor | None,
+    device: torch.device,
+) -> Iterator[DocumentRows]:  # fmt: skip
+    """Yields the documents, or the whole sequence as one.
+
+    Args:
+        sizes: the numbers of queries, keys and heads.
+        documents: (start, end) of packed documents, each with a grid of blocks that starts at its first position; None for one document.
+        kept: the blocks that a content-chosen pattern keeps, as ``choose_blocks`` packs them.
+    """
+    num_queries, num_keys, num_heads = sizes
+    # query blocks begin on the pattern's grid: the rows before the first query are computed, too, and cut off afterwards
+    front = settings.query_offset % pattern.q_block
+    first_query = settings.query_offset - front
+    # first row of the document in ``kept``, where the rows of documents follow one another
+    first_row = 0
+    for start, end in documents or ((0, num_keys),):
+        keys = slice(start, end)
+        # packed documents attend to themselves, without query_offset
+        rows = slice(0, num_queries) if documents is None else keys
+        length = front + rows.stop - rows.start
+        if kept is None:
+            lists = block_lists(
+                pattern, end - start, num_heads, first_query=first_query, num_queries=length, is_causal=settings.is_causal, device=device
+            )
+        else:
+            # what follows the document's rows is not read
+            of_document = kept[:, :, first_row:]
+            lists = lists_of_kept(of_document, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
+            first_row += lists.num_rows
+        yield DocumentRows(keys, rows, front, lists)
+
+
+def blocks_request(
+    lists: BlockLists, views: tuple[Tensor, ...], settings: CallSettings, key_mask: bool, is_backward: bool
+) -> AttentionRequest:
+    """Builds the request to a backend for these lists. ``views`` are q, k and the other tensors that it reads."""
+    return prepare.request_of(
+        views,
+        settings,
+        is_backward,
+        # the positions that they span
+        max(lists.num_queries, lists.num_keys),
+        key_mask=key_mask,
+        # mean number of keys that a row keeps
+        length=max(1, lists.num_entries * lists.k_block // max(1, lists.num_groups * lists.num_rows)),
+        blocks=(lists.q_block, lists.k_block),
+        block_masks=lists.mask_kind,
+    )
+
+
+def forward_lists(
+    backend: Backend, lists: BlockLists, q: Tensor, k: Tensor, v: Tensor, options: Options, *, front: int = 0, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
+
+    Args:
+        into: where out goes if one launch computes it; otherwise it is another tensor.
+        options: options of the whole batch; causality is in the lists.
+        front: number of rows by which q starts inside the first query block. Dropout counts these rows, too.
+    """
+    q = _with_front(q, 1, front)
+    assert q.shape[1] == lists.num_queries and k.shape[1] == lists.num_keys
+    if not lists.num_entries or not q.shape[0]:
+        out, lse = torch.zeros_like(q), new_lse(q).fill_(-torch.inf)
+    else:
+        cuts = list(_launches(backend.capabilities, lists, (q, k, v), options))
+        if into is not None and len(cuts) == 1:
+            out, lse = placed(backend.forward(q, k, v, options, lists, out=(into, None)), (into, None))
+            return out, lse
+        parts = [backend.forward(q[where], k[where], v[where], some_options, some) for where, some, some_options in cuts]
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
+
+
+def backward_lists(
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None = None, *, front: int = 0,
+    into: Tensor | None = None,
+) -> Tensors:  # fmt: skip
+    """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
+
+    Args:
+        tensors: dout, q, k, v, and the out and lse of the whole softmax, of which these pairs may be a part.
+        options, front: same as in ``forward_lists``; so is ``into``, for dq.
+    """
+    dout, q, k, v, out, lse = tensors
+    if options.mask.padding is not None or not lists.fills_every_row:
+        # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
+    lse = _with_front(lse, 2, front, torch.inf)
+    dlse = None if dlse is None else _with_front(dlse, 2, front)
+    if not lists.num_entries or not q.shape[0]:
+        grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
+    else:
+        cuts = list(_launches(backend.capabilities, lists, (dout, q, k, v, out), options))
+        if into is not None and len(cuts) == 1 and (dlse is None or backend.capabilities.lse_grad):
+            views = into, None, None
+            return placed(backend.backward(dout, q, k, v, out, lse, options, lists, dlse=dlse, grads=views), views)
+        parts = [
+            _shares(backend, some, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where])
+            for where, some, some_options in cuts
+        ]
+        grads = parts[0] if len(parts) == 1 else tuple(torch.cat(shares) for shares in zip(*parts, strict=True))
+    return (grads[0][:, front:], *grads[1:])
+
+
+def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None) -> Tensors:
+    dout, q, k, v, out, lse = tensors
+
+    native = dlse if backend.capabilities.lse_grad else None
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, lists, dlse=native)
+    if dlse is None or native is not None:
+        return dq, dk, dv
+    more_dq, more_dk = lse_share(functools.partial(backend.backward, keys=lists), q, k, lse, dlse, options)
+    acc = accumulation_dtype(q.dtype)
+    return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
+
+
+def _launches(
+    capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options
+) -> Iterator[tuple[slice, BlockLists, Options]]:
+    """Yields the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
+    B = tensors[0].shape[0]
+    size = problems_at_once(B, [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
+    if size == B:
+        yield slice(None), lists, options
+        return
+    for start in range(0, B, size):
+        where = slice(start, min(start + size, B))
+        yield where, _lists_of(lists, where), _options_of(options, where)
+
+
+def _lists_of(lists: BlockLists, where: slice) -> BlockLists:
+    """Returns the lists of some batch entries."""
+    if lists.num_batch == 1:
+        return lists
+    rows = lists.num_heads * lists.num_rows
+    starts = lists.row_starts[where.start * rows : where.stop * rows + 1]
+    first, last = int(starts[0]), int(starts[-1])
+    return replace(
+        lists,
+        num_batch=where.stop - where.start,
+        row_starts=starts - first,
+        columns=lists.columns[first:last],
+        masks=None if lists.masks is None else lists.masks[first:last],
+    )
+
+
+def _options_of(options: Options, where: slice) -> Options:
+    padding, dropout, bias = options.mask.padding, options.dropout, options.bias
+    if padding is not None:
+        options = replace(options, mask=Mask(padding[where]))
+    if bias is not None:
+        options = replace(options, bias=bias.part(where, where))
+    if dropout is not None:
+        options = replace(
+            options, dropout=replace(dropout, batch=dropout.batch[where], queries=dropout.queries[where], keys=dropout.keys[where])
+        )
+    return options
+
+
+def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
+    """Returns x with ``front`` rows of ``value`` inserted before it along ``dim``."""
+    if not front:
+        return x
+    shape = list(x.shape)
+    shape[dim] = front
+    return torch.cat([x.new_full(shape, value), x], dim)
 
 
 class _Part(NamedTuple):
@@ -110,7 +300,7 @@ class ResolvedBlocks(LocalCall):
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         parts = []
         for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
-            backend = select_backend(request_of(lists, tensors[:4], settings, padding is not None, len(tensors) > 3), settings)
+            backend = select_backend(blocks_request(lists, tensors[:4], settings, padding is not None, len(tensors) > 3), settings)
             mask, dropout = Mask(None if padding is None else padding[:, keys]), None
             first, of_part = settings.query_offset + rows.start - front, None
             if bias is not None:

@@ -1,6 +1,6 @@
 """Runs a whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward.
 
-Results that wait for the merge or the sum have the same budget as elsewhere (``chunking.transient_budget``). If they would exceed it, heads
+Results that wait for the merge or the sum have the same budget as elsewhere (``places.transient_budget``). If they would exceed it, heads
 run one group after another. What runs at a time, and the scratch memory it takes, follow from shapes alone and do not need Triton.
 """
 
@@ -16,9 +16,8 @@ from torch import Tensor
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
 from dilated_attention.backends.tiles.table import counts_of
-from dilated_attention.engine.branches.chunking import transient_budget
 from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
-from dilated_attention.engine.branches.places import layout_of
+from dilated_attention.engine.branches.places import layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 from dilated_attention.pattern import DilatedPattern
