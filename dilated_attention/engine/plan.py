@@ -56,7 +56,7 @@ class Plan:
 
     Args:
         runner: runs it.
-        backend: the kernels of every launch; ``capabilities``: what it declared when this was decided.
+        backend: the kernels of every launch.
         options: scale, softcap and determinism; of a call in ``one_launch`` causality, too. Causality and masks are set for each problem.
         one_launch: the launch that computes everything, so that results need no copy; ``bounds`` and ``key_rows``: those of packed
             documents or a part of the queries. Bounds count from the first query and from the first of these rows of k and v.
@@ -74,7 +74,6 @@ class Plan:
     runner: Runner
     request: AttentionRequest
     backend: Backend
-    capabilities: Any
     options: Options
     dtype: Any
     one_launch: bool = False
@@ -102,7 +101,3 @@ class Plan:
         if made is None:
             made = self.made[key] = make()
         return made  # type: ignore[no-any-return]
-
-    def again(self) -> Plan | None:
-        """Returns the plan for later calls, or None if the backend now declares something else."""
-        return self if self.capabilities is self.backend.capabilities else None

@@ -179,7 +179,7 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
     rates = tuple(data.draw(st.integers(1, w)) for w in lengths)
     pattern = DilatedPattern(lengths, rates, "cyclic", "all", data.draw(st.sampled_from(["mask", "zero_keys"])))
     budget = data.draw(st.integers(1, 5000))
-    cut = places.make_chunk_sizes(pattern, places.CallSizes(2, n, heads, kv_heads, 1, 1), 1, budget)
+    cut = places.make_chunk_sizes(pattern, whole_shape(heads, kv_heads, n, False), 2, budget)
     sizes = []
     for (low, high), (first, last) in cut.chunks(heads, n):
         layout = layout_of(pattern, whole_shape(heads, heads, last - first, False), False, (low, high))
@@ -194,10 +194,10 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
 def test_a_million_positions_of_longnet_keep_to_the_budget(heads: int, head_dim: int, forward: int) -> None:
     """The paper's geometric branches: parts of the forward within 5 % of q, k and v or 512 MiB, of the backward within 1 GiB."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
-    sizes, width = places.CallSizes(1, n, heads, heads, head_dim, 2), 2 * head_dim
-    limits = max(forward, sizes.input_bytes // 20), 2**30
+    shape, size, width = whole_shape(heads, heads, n, False), (1, head_dim, 2), 2 * head_dim
+    limits = max(forward, places.input_bytes(shape, size) // 20), 2**30
     for is_backward, row_bytes, limit in zip((False, True), (width + 4, 3 * width), limits, strict=True):
-        cut = places.chunk_sizes(pattern, sizes, is_backward)
+        cut = places.chunk_sizes(pattern, shape, size, is_backward)
         layout = layout_of(pattern, whole_shape(heads, heads, cut.positions, False), False, (0, cut.heads))
         # the launch on each stream of a backward sums dq in float32
         of_launch = is_backward * launches.PART_BYTES["cuda"]

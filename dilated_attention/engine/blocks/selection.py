@@ -213,10 +213,8 @@ def choose_blocks_op(
 
 
 @choose_blocks_op.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, key_padding_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, spec: str, is_causal: bool,
-    scale: float, query_offset: int,
-) -> torch.Tensor:  # fmt: skip
+def _(*arguments: Any) -> torch.Tensor:
+    q, k, _, cu_seqlens, spec, _, _, query_offset = arguments
     pattern = _top_blocks(spec)
     rows = num_rows_of(q.shape[1], pattern.q_block, query_offset, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     return q.new_empty((q.shape[0], q.shape[2], rows, num_words_of(k.shape[1], pattern.k_block)), dtype=torch.int32)

@@ -106,13 +106,6 @@ TRANSIENT_SHARE = 0.05
 CONCURRENT_CHUNKS = 2
 
 
-class Chunk(NamedTuple):
-    """Heads [first, last) and positions [first, last)."""
-
-    heads: tuple[int, int]
-    positions: tuple[int, int]
-
-
 class ChunkSizes(NamedTuple):
     """Heads and positions of each chunk, and how many chunks are alive at once."""
 
@@ -120,62 +113,57 @@ class ChunkSizes(NamedTuple):
     positions: int
     concurrent: int = 1
 
-    def chunks(self, num_heads: int, num_positions: int) -> Iterator[Chunk]:
+    def chunks(self, num_heads: int, num_positions: int) -> Iterator[tuple[Range, Range]]:
+        """Yields heads [first, last) and positions [first, last)."""
         for start in range(0, num_positions, self.positions):
             for head in range(0, num_heads, self.heads):
-                yield Chunk((head, min(head + self.heads, num_heads)), (start, min(start + self.positions, num_positions)))
+                yield (head, min(head + self.heads, num_heads)), (start, min(start + self.positions, num_positions))
 
 
-class CallSizes(NamedTuple):
-    """The sizes of self-attention over one sequence."""
-
-    batch: int
-    num_positions: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    itemsize: int
-
-    @property
-    def input_bytes(self) -> int:
-        return self.batch * self.num_positions * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.itemsize
+def input_bytes(shape: Shape, size: tuple[int, int, int]) -> int:
+    """Returns the bytes of q, k and v. ``size``: see ``Plan``."""
+    batch, head_dim, itemsize = size
+    queries, keys = (last - first for first, last in (shape.queries, shape.keys))
+    return batch * (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * head_dim * itemsize
 
 
 def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:
     return max(BACKWARD_TRANSIENT_BYTES if is_backward else TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
-def chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, is_backward: bool, at_places: bool = True) -> ChunkSizes:
-    """Returns the chunks of a pass.
+def chunk_sizes(pattern: DilatedPattern, shape: Shape, size: tuple[int, int, int], is_backward: bool, at_places: bool = True) -> ChunkSizes:
+    """Returns the chunks of a pass of self-attention.
 
     A forward keeps out in the inputs' dtype and a lse; a backward dq, dk and dv, and the launch on each stream accumulates dq in float32.
 
     Args:
+        size: see ``Plan``.
         at_places: of a backward; otherwise it runs problem by problem.
     """
-    width, budget = sizes.head_dim * sizes.itemsize, transient_budget(sizes.input_bytes, is_backward=is_backward)
+    batch, head_dim, itemsize = size
+    width, budget = head_dim * itemsize, transient_budget(input_bytes(shape, size), is_backward=is_backward)
     if not is_backward:
-        return make_chunk_sizes(pattern, sizes, width + 4, budget)
+        return make_chunk_sizes(pattern, shape, batch * (width + 4), budget)
     budget -= CONCURRENT_CHUNKS * PART_BYTES["cuda"]
     if at_places:
-        return make_chunk_sizes(pattern, sizes, 3 * width, budget)
+        return make_chunk_sizes(pattern, shape, batch * 3 * width, budget)
     # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as a branch that covers every row
-    everything = DilatedPattern((sizes.num_positions,) * 2, (1, 1), "zero")
-    return make_chunk_sizes(everything, sizes, 3 * sizes.head_dim * 4, budget)
+    everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
+    return make_chunk_sizes(everything, shape, batch * 3 * head_dim * 4, budget)
 
 
-def make_chunk_sizes(pattern: DilatedPattern, sizes: CallSizes, row_bytes: int, budget: int) -> ChunkSizes:
+def make_chunk_sizes(pattern: DilatedPattern, shape: Shape, row_bytes: int, budget: int) -> ChunkSizes:
     """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
 
     Args:
-        row_bytes: bytes that a part keeps for one position of one head.
+        row_bytes: bytes that a part keeps for one position of one head, of all batch entries.
     """
-    batch, num_positions, num_heads, num_kv_heads, *_ = sizes
+    (_, num_positions), num_heads, num_kv_heads = shape.queries, shape.num_heads, shape.num_kv_heads
     group = num_heads // num_kv_heads
 
     def part_bytes(heads: int, positions: int) -> int:
         shape = whole_shape(num_heads, num_heads, positions, False)
-        return batch * heads * layout_of(pattern, shape, False, (0, heads)).num_places * row_bytes
+        return heads * layout_of(pattern, shape, False, (0, heads)).num_places * row_bytes
 
     if part_bytes(num_heads, num_positions) <= budget:
         return ChunkSizes(num_heads, num_positions)

@@ -17,7 +17,7 @@ from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
 from dilated_attention.backends.tiles.table import counts_of
 from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
-from dilated_attention.engine.branches.places import layout_of, transient_budget
+from dilated_attention.engine.branches.places import input_bytes, layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 from dilated_attention.pattern import DilatedPattern
@@ -57,11 +57,10 @@ def head_bytes(
         detached: mixing is detached.
         is_saved: the per-branch outputs are saved from forward to backward.
     """
-    batch, head_dim, itemsize = size
+    _, head_dim, itemsize = size
     own, width = detached and pattern.num_branches > 1, head_dim * itemsize
     counts = counts_of(layout_of(pattern, shape, own if is_backward else is_saved, (0, shape.num_heads)).walk, False)
-    queries, keys = (last - first for first, last in (shape.queries, shape.keys))
-    budget = transient_budget(batch * (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * width)
+    budget = transient_budget(input_bytes(shape, size))
     if is_backward:
         # dq, dk, dv and per-branch outputs; δ and lse of each row
         return counts.num_places * width * (3 + own) + counts.all_places * 8, budget

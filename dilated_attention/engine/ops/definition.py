@@ -228,40 +228,29 @@ def _block_pairs(tensors: dict[str, Any], settings: CallSettings) -> int:
     documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     device = torch.device("cpu") if q.is_meta or isinstance(q, FakeTensor) else q.device
     total = 0
-    for piece in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):
-        lists = piece.lists
-        total += kept_pairs(lists, piece.front) * (B // lists.num_batch) * (H // lists.num_heads)
+    for _, _, front, lists in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):
+        total += kept_pairs(lists, front) * (B // lists.num_batch) * (H // lists.num_heads)
     return total
 
 
-def _flops(per_pair: int, inputs: tuple[Any, ...], settings: CallSettings) -> int:
-    tensors = dict(zip(INPUTS, inputs, strict=True))
-    q, k = tensors["q"], tensors["k"]
-    if not q.numel():
-        return 0
-    pairs = q.shape[0] * _branch_pairs(q, k, settings) if settings.branches is not None else 0
-    if settings.blocks:
-        pairs += _block_pairs(tensors, settings)
-    return per_pair * q.shape[3] * pairs
+def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:
+    """Returns the formula of ops that take ``per_pair`` · D operations for a pair."""
+
+    def flops(*arguments: Any, **_: Any) -> int:
+        inputs = (*arguments[2:5], *arguments[8:]) if is_backward else arguments
+        tensors, settings = dict(zip(INPUTS, inputs, strict=False)), settings_of(*inputs[len(INPUTS) :])
+        q, k = tensors["q"], tensors["k"]
+        if not q.numel():
+            return 0
+        pairs = q.shape[0] * _branch_pairs(q, k, settings) if settings.branches is not None else 0
+        if settings.blocks:
+            pairs += _block_pairs(tensors, settings)
+        return per_pair * q.shape[3] * pairs
+
+    return flops
 
 
-def _register(name: str) -> None:
-    ops: Any = torch.ops.dilated_attention
-    num_inputs = len(INPUTS)
-
-    def forward(*arguments: Any, **_: Any) -> int:
-        """Counts 4·D per pair."""
-        return _flops(4, arguments[:num_inputs], settings_of(*arguments[num_inputs:]))
-
-    def backward(*arguments: Any, **_: Any) -> int:
-        """Counts 10·D per pair: five matrix products, one of which recomputes the forward's scores."""
-        _dout, _dlse, q, k, v, _out, _lse, _saved, *masks = arguments[: num_inputs + 5]
-        return _flops(10, (q, k, v, *masks), settings_of(*arguments[num_inputs + 5 :]))
-
-    formulas: list[tuple[Any, Callable[..., int]]] = [(getattr(ops, name), forward), (getattr(ops, f"{name}_backward"), backward)]
-    for op, formula in formulas:
-        register_flop_formula(op, get_raw=True)(formula)
-
-
-for _name in ("dilated_attention", "block_sparse_attention", "block_sparse_dilated_attention"):
-    _register(_name)
+for _op in (dilated_attention_op, block_sparse_attention_op, block_sparse_dilated_attention_op):
+    # in the backward five matrix products, one of which computes the forward's scores again
+    for _of, _formula_of in ((_op._name, _formula(4, False)), (f"{_op._name}_backward", _formula(10, True))):
+        register_flop_formula(getattr(torch.ops.dilated_attention, _of), get_raw=True)(_formula_of)

@@ -21,7 +21,7 @@ import torch
 from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabilities, Hardware, Options, detect, rates, registry
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
 from dilated_attention.engine.branches.launches import PART_BYTES
-from dilated_attention.engine.branches.places import CallSizes, chunk_sizes, layout_of
+from dilated_attention.engine.branches.places import chunk_sizes, layout_of
 from dilated_attention.engine.branches.problems import Range, Shape, whole_shape
 from dilated_attention.engine.branches.run_tiles import head_bytes
 from dilated_attention.engine.ops.settings import CallSettings
@@ -99,7 +99,7 @@ def make_plan(
         shape = shape._replace(window_block=None if can.native_window else WINDOW_BLOCK, aligned_last=can.aligned_last)
     plan = Plan(
         settings=settings, pattern=pattern, shape=shape, is_backward=is_backward, size=(B, D, q.element_size()),
-        runner=run_problems, request=request, backend=chosen, capabilities=can, options=options, dtype=q.dtype,
+        runner=run_problems, request=request, backend=chosen, options=options, dtype=q.dtype,
         position_offset=position_offset, first_head=first_head,
     )  # fmt: skip
     plan.is_saved = saved and is_backward
@@ -115,7 +115,6 @@ def make_plan(
         plan.runner = runner
     elif is_whole:
         plan.runner, plan.backend = run_tiles, registry.get(NAME)
-        plan.capabilities = plan.backend.capabilities
         if is_new and hardware is None and run_tiles.compile_ahead(plan, tensors, has_padding) and settings.needs_grad and not is_backward:
             # the backward's kernels, too, beside the forward's; one tensor stands in for dout and out
             like = torch.empty(q.shape, dtype=q.dtype, device="meta")
@@ -136,7 +135,7 @@ def make_plan(
 
 def _take_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
     """Puts a call that is one dense problem of all queries, keys and heads into one launch; returns whether it is one."""
-    can = plan.capabilities
+    can = plan.backend.capabilities
     # branches write into views given to them, and nothing is copied
     if is_fused and can.writes_views:
         return False
@@ -160,7 +159,7 @@ def _take_bounds(plan: Plan, device: torch.device) -> bool:
     """Puts a dense call over packed documents, or with a part of the queries, into one launch of a library that takes their boundaries;
     returns whether it did."""
     shape, pattern = plan.shape, plan.pattern
-    if not is_packed(pattern, shape, plan.capabilities, plan.size[0]):
+    if not is_packed(pattern, shape, plan.backend.capabilities, plan.size[0]):
         return False
     (first, last), length = shape.queries, pattern.segment_lengths[0]
     # segments that hold queries of this call
@@ -439,7 +438,7 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
             count * _runs(w, start, end) for (w, _), count in zip(pattern.branches, groups, strict=True) for start, end in shape.documents
         )
     # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
-    cut = chunk_sizes(pattern, CallSizes(batch, N, H, shape.num_kv_heads, D, request.dtype.itemsize), True)
+    cut = chunk_sizes(pattern, shape, (batch, D, request.dtype.itemsize), True)
     positions, heads = min(cut.positions, N), min(cut.heads, H)
     of_chunk = 0
     for (w, rate), count in zip(pattern.branches, groups, strict=True):

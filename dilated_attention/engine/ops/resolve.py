@@ -225,7 +225,11 @@ class LocalCall(ResolvedCall):
 
     @abstractmethod
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Any:
-        """Decides how a pass runs on these tensors and keeps what later passes can use; that has a method ``again``."""
+        """Decides how a pass runs on these tensors and keeps what later passes can use."""
+
+    def remembered(self, key: tuple[Any, ...]) -> Any:
+        """Returns how a pass runs on tensors like earlier ones, or None."""
+        return self.passes.get(key)
 
     def ready(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Tensors, Any]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
@@ -238,8 +242,8 @@ class LocalCall(ResolvedCall):
         for _ in range(2):
             # strides do not include addresses, which must be aligned too
             if self.device_type != "cuda" or all_aligned([x.data_ptr() for x in tensors]):
-                plan = self.passes.get(key_of(tensors))
-                if plan is not None and (plan := plan.again()) is not None:
+                plan = self.remembered(key_of(tensors))
+                if plan is not None:
                     break
             if self.device_type != "cuda" and all([x.stride(-1) == 1 for x in tensors]):  # noqa: C419 - a generator takes longer
                 break

@@ -10,7 +10,6 @@ Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, N
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import weakref
@@ -28,7 +27,7 @@ from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept
 from dilated_attention.engine.branches.launches import problems_at_once, without_padding
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.branches.run_problems import lse_share
+from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.prepare import new_like, select_backend
 from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, key_of, masks_of, record_of
@@ -37,20 +36,12 @@ from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
-class DocumentRows(NamedTuple):
-    """A document: its keys, its rows of q, which begin ``front`` rows inside a query block, and its lists, which include those rows."""
-
-    keys: slice
-    rows: slice
-    front: int
-    lists: BlockLists
-
-
 def pieces_of(
     pattern: BlockPattern, sizes: tuple[int, int, int], settings: CallSettings, documents: tuple[Range, ...] | None, kept: Tensor | None,
     device: torch.device,
-) -> Iterator[DocumentRows]:  # fmt: skip
-    """Yields the documents, or the whole sequence as one.
+) -> Iterator[tuple[slice, slice, int, BlockLists]]:  # fmt: skip
+    """Yields the documents, or the whole sequence as one: (keys, rows of q, which begin ``front`` rows inside a query block, front, lists,
+    which include those rows).
 
     Args:
         sizes: the numbers of queries, keys and heads.
@@ -77,7 +68,7 @@ def pieces_of(
             of_document = kept[:, :, first_row:]
             lists = lists_of_kept(of_document, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
             first_row += lists.num_rows
-        yield DocumentRows(keys, rows, front, lists)
+        yield keys, rows, front, lists
 
 
 def blocks_request(
@@ -147,23 +138,11 @@ def backward_lists(
             views = into, None, None
             return placed(backend.backward(dout, q, k, v, out, lse, options, lists, dlse=dlse, grads=views), views)
         parts = [
-            _shares(backend, some, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where])
+            shares(backend, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where], some)
             for where, some, some_options in cuts
         ]
         grads = parts[0] if len(parts) == 1 else tuple(torch.cat(shares) for shares in zip(*parts, strict=True))
     return (grads[0][:, front:], *grads[1:])
-
-
-def _shares(backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None) -> Tensors:
-    dout, q, k, v, out, lse = tensors
-
-    native = dlse if backend.capabilities.lse_grad else None
-    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, lists, dlse=native)
-    if dlse is None or native is not None:
-        return dq, dk, dv
-    more_dq, more_dk = lse_share(functools.partial(backend.backward, keys=lists), q, k, lse, dlse, options)
-    acc = accumulation_dtype(q.dtype)
-    return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
 
 
 def _launches(
@@ -219,10 +198,8 @@ def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """A document, or the whole sequence as one (see ``DocumentRows``), and the options and the backend, as it declares itself.
-
-    ``lists``: of its blocks, in a remembered pass a weak reference to them.
-    """
+    """A document, or the whole sequence as one (see ``pieces_of``), with its options and backend. ``lists``: in a remembered pass a weak
+    reference to them."""
 
     keys: slice
     rows: slice
@@ -230,16 +207,10 @@ class _Part(NamedTuple):
     lists: Any
     options: Options
     backend: Backend
-    capabilities: Capabilities
 
 
-class BlockPass(tuple[_Part, ...]):
-    """How one pass runs: every document."""
-
-    def again(self) -> BlockPass | None:
-        """Returns a remembered pass with its lists, or None if they are gone or a backend now declares something else."""
-        parts = BlockPass([part._replace(lists=part.lists()) for part in self])
-        return None if any(part.lists is None or part.backend.capabilities is not part.capabilities for part in parts) else parts
+# how one pass runs: every document
+BlockPass = tuple[_Part, ...]
 
 
 def blocks_forward(parts: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -250,7 +221,7 @@ def blocks_forward(parts: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: T
         out, lse = forward_lists(part.backend, part.lists, q, k, v, part.options, front=part.front)
         return as_new(out), as_new(lse)
     out, lse = new_like(q), new_lse(q)
-    for keys, rows, front, lists, options, backend, _ in parts:
+    for keys, rows, front, lists, options, backend in parts:
         out[:, rows], lse[:, :, rows] = forward_lists(backend, lists, q[:, rows], k[:, keys], v[:, keys], options, front=front)
     return out, lse
 
@@ -269,7 +240,7 @@ def blocks_shares(parts: BlockPass, tensors: Tensors, padding: Tensor | None, dl
         return backward_lists(part.backend, part.lists, (dout, q, k, v, out, lse), part.options, dlse, front=part.front)
     # documents share no rows, so nothing needs to be summed
     dq, dk, dv = (new_like(x) for x in (q, k, v))
-    for keys, rows, front, lists, options, backend, _ in parts:
+    for keys, rows, front, lists, options, backend in parts:
         inside = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
         part_dlse = None if dlse is None else dlse[:, :, rows]
         dq[:, rows], dk[:, keys], dv[:, keys] = backward_lists(backend, lists, inside, options, part_dlse, front=front)
@@ -310,11 +281,16 @@ class ResolvedBlocks(LocalCall):
             options = Options(
                 settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=of_part
             )
-            parts.append(_Part(keys, rows, front, lists, options, backend, backend.capabilities))
+            parts.append(_Part(keys, rows, front, lists, options, backend))
         if padding is None and seed is None and kept is None and bias is None:
             # without keeping the lists alive, which have a cache of limited size
-            self.keep_pass(key_of(tensors), BlockPass([part._replace(lists=weakref.ref(part.lists)) for part in parts]))
-        return BlockPass(parts)
+            self.keep_pass(key_of(tensors), [part._replace(lists=weakref.ref(part.lists)) for part in parts])
+        return tuple(parts)
+
+    def remembered(self, key: tuple[Any, ...]) -> BlockPass | None:
+        """Returns a pass with its lists, or None if they are gone."""
+        parts = tuple([part._replace(lists=part.lists()) for part in self.passes.get(key, ())])
+        return parts if parts and all([part.lists is not None for part in parts]) else None  # noqa: C419 - a generator takes longer
 
 
 class ResolvedUnion(LocalCall):
