@@ -19,7 +19,7 @@ from torch import Tensor
 from dilated_attention.backends.hardware import keep_for_graph, on_device
 from dilated_attention.backends.tiles.table import Walk, counts_of, place_of, share_keys
 from dilated_attention.engine.branches.launches import PART_BYTES, View
-from dilated_attention.engine.branches.problems import Problem, Range, Shape, whole_shape
+from dilated_attention.engine.branches.problems import Problem, Range, Shape, offsets_of, whole_shape
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
@@ -35,17 +35,10 @@ class Layout(NamedTuple):
         return counts_of(self.walk, False).num_places
 
 
-# what does not follow the length is made once: a length that was not before waits for the host
-@functools.lru_cache(maxsize=256)
-def _offsets_of(pattern: DilatedPattern, num_heads: int, heads: Range) -> tuple[tuple[int, ...], ...]:
-    """Returns the offset of each branch and query head [first, last)."""
-    return tuple([row[slice(*heads)] for row in pattern.offsets(num_heads)])
-
-
 @functools.lru_cache(maxsize=256)
 def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
     """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are saved, so no branch is direct."""
-    rows = _offsets_of(pattern, shape.num_heads, heads)
+    rows = tuple([row[slice(*heads)] for row in offsets_of(pattern, shape.num_heads)])
     documents = tuple([document for document in shape.documents if document[0] < document[1]])
     everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
     shared = share_keys(rows, shape.num_heads // shape.num_kv_heads)

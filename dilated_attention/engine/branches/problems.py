@@ -219,6 +219,13 @@ def whole_shape(num_heads: int, num_kv_heads: int, num_positions: int, is_causal
     return Shape(num_heads, num_kv_heads, whole, whole, (whole,), is_causal)
 
 
+# what does not follow the length is made once: a length that was not before waits for the host
+@functools.lru_cache(maxsize=256)
+def offsets_of(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the offset of each branch and query head."""
+    return pattern.offsets(num_heads)
+
+
 @functools.lru_cache(maxsize=128)
 def problems_of(pattern: DilatedPattern, shape: Shape) -> Problems:
     """Returns the dense problems whose merged result is the attention of ``pattern``."""
@@ -226,7 +233,7 @@ def problems_of(pattern: DilatedPattern, shape: Shape) -> Problems:
     seen_heads: set[int] = set()
     rows_written = 0
     first_head, last_head = shape.heads or (0, shape.num_heads)
-    branch_offsets = pattern.offsets(shape.num_heads)
+    branch_offsets = offsets_of(pattern, shape.num_heads)
     for branch, (length, rate) in enumerate(pattern.branches):
         offsets = branch_offsets[branch][first_head:last_head]
         runs = {o: _runs(length, rate, o, shape) for o in set(offsets) if o != NOT_IN_BRANCH}

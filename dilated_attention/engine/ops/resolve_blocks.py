@@ -30,7 +30,7 @@ from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.prepare import new_like, select_backend
-from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, key_of, masks_of, record_of
+from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, masks_of, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -252,18 +252,18 @@ class ResolvedBlocks(LocalCall):
 
     name = "block_sparse_attention"
 
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         q, k, v, padding, _, seed, kept, bias = inputs
         (q, k, v), parts = self.ready((q, k, v), padding, seed, (kept, bias))
         return *blocks_forward(parts, q, k, v, padding), None
 
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
         (q, k, v, dout, out), parts = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
         shares = blocks_shares(parts, (dout, q, k, v, out, lse), padding, dlse)
         return tuple([as_new(share.to(x.dtype)) for share, x in zip(shares, (q, k, v), strict=True)])
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> BlockPass:
+    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[BlockPass, Any]:
         """Chooses lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps, and the bias."""
         (q, k, *_), (kept, bias) = tensors, more
         settings, number = self.settings, 0 if seed is None else int(seed.item())
@@ -282,10 +282,9 @@ class ResolvedBlocks(LocalCall):
                 settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=of_part
             )
             parts.append(_Part(keys, rows, front, lists, options, backend))
-        if padding is None and seed is None and kept is None and bias is None:
-            # without keeping the lists alive, which have a cache of limited size
-            self.keep_pass(key_of(tensors), [part._replace(lists=weakref.ref(part.lists)) for part in parts])
-        return tuple(parts)
+        # what is kept does not hold the lists, which have a cache of limited size
+        plain = padding is None and seed is None and kept is None and bias is None
+        return tuple(parts), [part._replace(lists=weakref.ref(part.lists)) for part in parts] if plain else None
 
     def remembered(self, key: tuple[Any, ...]) -> BlockPass | None:
         """Returns a pass with its lists, or None if they are gone."""
@@ -303,12 +302,12 @@ class ResolvedUnion(LocalCall):
         of_both = self.settings, self.device_type, self.documents
         return ResolvedDilated(*of_both), ResolvedBlocks(*of_both)
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, BlockPass]:
+    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, None]:
         """Returns how both parts run. It is not kept here, since each part keeps its own."""
         branches, blocks = self.parts
-        return branches.ready(tensors, padding, seed, False)[1], blocks.ready(tensors, padding, seed, more)[1]
+        return (branches.ready(tensors, padding, seed, False)[1], blocks.ready(tensors, padding, seed, more)[1]), None
 
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         q, k, v, padding, _, seed, kept, bias = inputs
         (q, k, v), (branches, blocks) = self.ready((q, k, v), padding, seed, (kept, bias))
         part_out, part_lse = blocks_forward(blocks, q, k, v, padding)
@@ -316,7 +315,7 @@ class ResolvedUnion(LocalCall):
         merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
         return out, lse, None
 
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
         (q, k, v, dout, out), (branches, blocks) = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
