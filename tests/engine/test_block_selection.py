@@ -18,7 +18,6 @@ from dilated_attention.engine.blocks.lists import bits_of_lists, block_lists, li
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.pattern import (
     BlockPattern,
-    BlockTensor,
     ChosenBlocks,
     LocalWindow,
     MaskFunction,
@@ -241,17 +240,6 @@ def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
         *(torch.randn(1, 6400, 1, 4) for _ in range(2)), None, None, TopBlocks(density=0.3, block_size=64).spec(), False, 1.0, 0
     )
     assert unpacked(words, 100).sum(-1).unique().tolist() == [30]
-
-
-@pytest.mark.parametrize("amount", [{"blocks": 3}, {"density": 1.0}], ids=str)
-def test_a_last_row_keeps_as_many_as_exist(amount: dict[str, Any]) -> None:
-    """Its missing queries would add a block of the diagonal, which counts only where they may not change what the others keep."""
-    q, k = (torch.randn(1, 130, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
-    # a table says nothing about longer sequences
-    of_table = BlockTensor(torch.ones(2, 3, dtype=torch.bool), block_size=(128, 64))
-    for change, kept in (({"queries": "block"}, 3), ({"within": of_table}, 3), ({}, 2 if "blocks" in amount else 3)):
-        pattern = TopBlocks(**amount, near=False, block_size=(128, 64), **change)  # type: ignore[arg-type]
-        assert unpacked(pattern.choose(q, k, is_causal=True).kept, 3)[0, :, -1].sum(-1).tolist() == [kept] * 4
 
 
 def test_compositions_with_static_patterns() -> None:

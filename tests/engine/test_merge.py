@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends.merge import merge_, merge_onto
-from dilated_attention.backends.tiles.table import step_of
 from dilated_attention.engine.branches import launches, places
 from dilated_attention.engine.branches.places import Layout, layout_of
 from dilated_attention.engine.branches.problems import whole_shape
@@ -156,15 +154,6 @@ def test_kernels_equal_their_definition(seed: int, dtype: torch.dtype) -> None:
         both.append(results)
     for x, y in zip(*both, strict=True):
         torch.testing.assert_close(y.double(), x, atol=1e-5 if x.dim() == 3 else tolerance, rtol=1e-6)
-
-
-def test_the_merge_reads_no_other_rows_where_one_branch_takes_everything() -> None:
-    def step(lengths: list[int], rates: list[int], **options: Any) -> int:
-        layout = layout_of(DilatedPattern(lengths, rates), whole_shape(12, 12, 2**16, False), False, (0, 12))
-        return step_of(replace(layout.walk, **options), layout.offsets)
-
-    assert step([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]) == 2 and step([2048, 8192, 32768], [1, 4, 16]) == 4
-    assert step([2048, 4096], [2, 4]) == step([2048, 8192], [1, 4], queries=(3, 9)) == 1
 
 
 # --- chunks ------------------------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import AttentionRequest, Hardware, rates, registry
-from dilated_attention.engine.branches.places import ChunkSizes
-from dilated_attention.engine.branches.problems import Shape, problems_of, whole_shape
+from dilated_attention.engine.branches.problems import Shape, problems_of
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.prepare import packed_library, runs_on_tiles
 from dilated_attention.factory import EXAMPLES
@@ -127,13 +126,6 @@ def test_a_part_of_the_queries(first: int, is_backward: bool) -> None:
     request = replace(request, length=12500)
     shape = Shape(16, 16, (first, first + 25000), (0, 50000), ((0, 50000),), False)
     assert runs_on_tiles(pattern, shape, request, 1, registry.select(request).name)
-
-
-def test_a_long_backward_makes_the_launches_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "chunk_sizes", lambda *_: ChunkSizes(heads=4, positions=1024))
-    shape, request = whole_shape(12, 12, 4096, False), replace(REQUEST, needs_grad=True)
-    # one of the first branch, and one for each offset of the second, in each of 3 x 4 chunks
-    assert prepare._launches(DilatedPattern((512, 1024), (1, 2)), shape, request, 1) == 3 * 3 * 4
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
