@@ -186,7 +186,8 @@ def lists_of_kept(
     B, H = kept.shape[:2]
     rows, columns = -(-num_queries // q_block), -(-num_keys // k_block)
     kept = kept[:, :, :rows, : -(-columns // WORD)]
-    deltas = _partial_deltas(q_block, k_block) if is_causal else range(0)
+    # first query − first key of blocks that causality cuts, keeping some pairs but not all
+    deltas = range(math.gcd(q_block, k_block) - q_block, k_block - 1, math.gcd(q_block, k_block)) if is_causal else range(0)
     row_starts = torch.zeros(B * H * rows + 1, dtype=torch.int64, device=kept.device)
     entries = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
     masks_of_parts = list(entries)
@@ -219,12 +220,6 @@ def lists_of_kept(
         bits=_causal_bits(q_block, k_block, deltas if masks is not None else range(0), kept.device),
         interval=interval,
     )
-
-
-def _partial_deltas(q_block: int, k_block: int) -> range:
-    """Returns the values of (first query − first key) for blocks that causality cuts, keeping some pairs but not all."""
-    step = math.gcd(q_block, k_block)
-    return range(step - q_block, k_block - 1, step)
 
 
 @functools.lru_cache(maxsize=16)

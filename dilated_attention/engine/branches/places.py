@@ -161,7 +161,8 @@ def make_chunk_sizes(pattern: DilatedPattern, shape: Shape, row_bytes: int, budg
     if part_bytes(num_heads, num_positions) <= budget:
         return ChunkSizes(num_heads, num_positions)
     budget //= CONCURRENT_CHUNKS
-    period = _period(pattern, num_positions)
+    # positions after which all branches begin a segment; with zero keys, padding depends on N
+    period = num_positions if pattern.tail == "zero_keys" else min(num_positions, math.lcm(*pattern.segment_lengths))
     per_period = part_bytes(num_heads, period)
     if period < num_positions and per_period <= budget:
         return ChunkSizes(num_heads, period * (budget // per_period), CONCURRENT_CHUNKS)
@@ -171,10 +172,3 @@ def make_chunk_sizes(pattern: DilatedPattern, shape: Shape, row_bytes: int, budg
     # one at a time where two of the smallest chunks are too many
     fits = part_bytes(kv_heads * group, period) <= budget
     return ChunkSizes(kv_heads * group, period, CONCURRENT_CHUNKS if fits else 1)
-
-
-def _period(pattern: DilatedPattern, num_positions: int) -> int:
-    """Returns the number of positions after which all branches begin a segment; N if that exceeds N or if padding depends on N."""
-    if max(pattern.segment_lengths) >= num_positions or pattern.tail == "zero_keys":
-        return num_positions
-    return min(num_positions, math.lcm(*pattern.segment_lengths))

@@ -29,6 +29,7 @@ from dilated_attention.engine.branches.launches import (
     launches_of,
     masked,
     masks_of,
+    narrowed,
     rows_of,
     without_padding,
 )
@@ -55,10 +56,10 @@ class Part(NamedTuple):
     concurrent: int
 
     def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
-        """Returns views of its positions and heads, or of the corresponding key/value heads where a tensor has only those."""
+        """See ``narrowed``."""
         if self.heads == (0, num_heads) and self.positions == (0, tensors[0].shape[1]):
             return tensors
-        return tuple([x[:, slice(*self.positions), slice(*[h * x.shape[2] // num_heads for h in self.heads])] for x in tensors])
+        return narrowed(tensors, num_heads, self.heads, positions=slice(*self.positions))
 
 
 def forward(

@@ -16,7 +16,7 @@ from torch import Tensor
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.scratch import Extent, scratch_bytes
 from dilated_attention.backends.tiles.table import counts_of
-from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
+from dilated_attention.engine.branches.launches import Into, Masks, narrowed, results_like, without_padding
 from dilated_attention.engine.branches.places import input_bytes, layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms
@@ -38,10 +38,8 @@ class Share(NamedTuple):
     prepared: Any
 
     def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
-        """Returns views of its batch entries and heads, or of the corresponding key/value heads where a tensor has only those."""
-        if self.whole:
-            return tensors
-        return tuple([x[slice(*self.batch), :, slice(*[h * x.shape[2] // num_heads for h in self.heads])] for x in tensors])
+        """See ``narrowed``."""
+        return tensors if self.whole else narrowed(tensors, num_heads, self.heads, slice(*self.batch))
 
     def rows(self, x: Tensor) -> Tensor:
         return x if self.whole else x[slice(*self.batch), slice(*self.heads)]

@@ -34,7 +34,6 @@ from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, Resolved
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms
 from dilated_attention.pattern import pattern_from_spec
-from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from dilated_attention.pattern.blocks.kept_blocks import unpacked
 
@@ -185,34 +184,18 @@ block_sparse_dilated_attention_op = define_attention(
 
 def kept_pairs(lists: BlockLists, front: int = 0) -> int:
     """Counts the (query, key) pairs that lists keep, over all their groups, without the first ``front`` queries."""
-    row = lists.row_of_entry % lists.num_rows
-    column = lists.columns.long()
+    row, column = lists.row_of_entry % lists.num_rows, lists.columns.long()
     low = torch.where(row == 0, front, 0)
     high = (lists.num_queries - row * lists.q_block).clamp(max=lists.q_block)
     width = (lists.num_keys - column * lists.k_block).clamp(max=lists.k_block)
-    sizes = (high - low) * width
-    if lists.masks is None:
-        return int(sizes.sum())
-    total = int(sizes[lists.masks < 0].sum())
-    # each mask is evaluated once: many blocks share one, and nearly all use the whole of it
-    masked = (lists.masks >= 0).nonzero()[:, 0]
-    kinds, times = torch.stack((lists.masks.long(), low, high, width), 1)[masked].unique(dim=0, return_counts=True)
-    rows, keys = (torch.arange(size, device=kinds.device) for size in (lists.q_block, lists.k_block))
-    step = max(1, PAIRS_AT_ONCE // (lists.q_block * lists.k_block))
-    for some, number in zip(kinds.split(step), times.split(step), strict=True):
-        mask, first_row, last_row, last_key = some.T[:, :, None, None]
-        inside = (rows[:, None] >= first_row) & (rows[:, None] < last_row) & (keys < last_key)
-        total += int(((unpacked(lists.bits[mask[:, 0, 0]]) & inside).sum((1, 2)) * number).sum())
+    masks = torch.full_like(column, -1) if lists.masks is None else lists.masks.long()
+    # many blocks share a mask, and nearly all use the whole of it
+    kinds, times = torch.stack((masks, low, high, width), 1).unique(dim=0, return_counts=True)
+    total = 0
+    for (mask, first, last, end), number in zip(kinds.tolist(), times.tolist(), strict=True):
+        pairs = (last - first) * end if mask < 0 else int(unpacked(lists.bits[mask])[first:last, :end].sum())
+        total += pairs * number
     return total
-
-
-def _branch_pairs(q: torch.Tensor, k: torch.Tensor, settings: CallSettings) -> int:
-    """Counts the pairs of all heads of one batch entry."""
-    (_, Nq, H, _), (_, Nk, Hk, _) = q.shape, k.shape
-    first = settings.query_offset
-    # a window as those kernels compute it that have none of their own
-    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), ((0, Nk),), settings.is_causal, settings.window_sides, WINDOW_BLOCK)
-    return problems_of(settings.pattern, shape).pairs
 
 
 def _block_pairs(tensors: dict[str, Any], settings: CallSettings) -> int:
@@ -242,9 +225,13 @@ def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:
         q, k = tensors["q"], tensors["k"]
         if not q.numel():
             return 0
-        pairs = q.shape[0] * _branch_pairs(q, k, settings) if settings.branches is not None else 0
-        if settings.blocks:
-            pairs += _block_pairs(tensors, settings)
+        pairs = _block_pairs(tensors, settings) if settings.blocks else 0
+        if settings.branches is not None:
+            first, end = settings.query_offset, k.shape[1]
+            # a window as those kernels compute it that have none of their own
+            of_one = q.shape[2], k.shape[2], (first, first + q.shape[1]), (0, end), ((0, end),)
+            shape = Shape(*of_one, settings.is_causal, settings.window_sides, WINDOW_BLOCK)
+            pairs += q.shape[0] * problems_of(settings.pattern, shape).pairs
         return per_pair * q.shape[3] * pairs
 
     return flops

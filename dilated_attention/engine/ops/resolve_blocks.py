@@ -277,7 +277,10 @@ class ResolvedBlocks(LocalCall):
             if bias is not None:
                 of_part = bias._replace(queries=bias.keys[:, first : first + lists.num_queries], keys=bias.keys[:, keys])
             if settings.dropout_p:
-                dropout = _dropout(q, settings.dropout_p, number, (first, first + lists.num_queries), (keys.start, keys.stop))
+                # by position in the whole sequence, so that a cut does not change which elements are dropped
+                spans = (0, q.shape[0]), (0, q.shape[2]), (first, first + lists.num_queries), (keys.start, keys.stop)
+                batch, heads, *positions = (torch.arange(*span, device=q.device) for span in spans)
+                dropout = Dropout(settings.dropout_p, number, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
             options = Options(
                 settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=of_part
             )
@@ -332,17 +335,6 @@ def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings
     if pattern.lives_here:
         return kind(settings, q.device.type, alive=pattern)
     return record_of(kind, q, k, padding, settings)
-
-
-def _dropout(q: Tensor, probability: float, seed: int, queries: Range, keys: Range) -> Dropout:
-    """Returns dropout by position in the whole sequence, so that a cut does not change which elements are dropped."""
-    B, _, H, _ = q.shape
-
-    def positions(where: Range) -> Tensor:
-        return torch.arange(*where, device=q.device).expand(B, -1)
-
-    batch, heads = torch.arange(B, device=q.device), torch.arange(H, device=q.device)
-    return Dropout(probability, seed, batch, heads, positions(queries), positions(keys))
 
 
 def as_new(x: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def is_eager(tensors: Iterable[Any]) -> bool:
         return False
     if _len_torch_dispatch_stack() or is_transformed() or _get_tracing_state() is not None or _profiler_enabled():
         return False
-    if _len_torch_function_stack() and not _only_default_device():
+    # the mode of torch.set_default_device alone does not affect existing tensors
+    if (modes := _len_torch_function_stack()) and (modes > 1 or type(_get_current_function_mode()) is not DeviceContext):
         return False
     for x in tensors:
         # wrapped tensors left over from a transform, and tensors with a pending negation, need the dispatcher
@@ -57,11 +58,6 @@ def is_transformed() -> bool:
 def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:
     """Whether a gradient dispatches like a plain tensor. Only dispatch keys reveal batched gradients, and zeros without storage."""
     return x is None or (type(x) in _PLAIN and torch._C._dispatch_keys(x) == torch._C._dispatch_keys(plain))
-
-
-def _only_default_device() -> bool:
-    """Whether the only active mode is that of ``torch.set_default_device``, which does not affect existing tensors."""
-    return _len_torch_function_stack() == 1 and type(_get_current_function_mode()) is DeviceContext
 
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
@@ -106,16 +102,16 @@ def on_tangents(op: Any, with_tangents: Callable[..., Any]) -> None:
 def folded(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """A vmap rule that folds the mapped dimension into the batch, the first dimension of every tensor with two or more dimensions."""
     first = [length for i, length in enumerate(args[0].shape) if i != in_dims[0]]
-    outputs = call(*(_fold(x, dim, size) if isinstance(x, torch.Tensor) else x for x, dim in zip(args, in_dims, strict=True)))
-    # tensors with fewer dimensions are the same for the whole batch
+
+    def fold(x: Any, dim: int | None) -> Any:
+        # tensors with fewer dimensions are the same for the whole batch
+        if not isinstance(x, torch.Tensor) or (dim is None and x.ndim < 2):
+            return x
+        return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    outputs = call(*map(fold, args, in_dims))
     split = tuple(x.unflatten(0, (size, first[0])) if x.ndim > 1 else x for x in outputs)
     return split, tuple(0 if x.ndim > 1 else None for x in outputs)
-
-
-def _fold(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    if dim is None and x.ndim < 2:
-        return x
-    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
 def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
