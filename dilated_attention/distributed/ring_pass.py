@@ -41,8 +41,6 @@ MOST_BOUNDS = 8
 class ResolvedRing(ResolvedCall):
     """Calls on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
 
-    any_length = False
-
     @property
     def name(self) -> str:  # type: ignore[override]
         if not self.settings.blocks:

@@ -36,12 +36,10 @@ class MemoryEstimate:
     """Bytes alive at the peak of each pass, itemized. ``str()`` prints both lists.
 
     Args:
-        inputs: bytes of q, k, v and the key padding mask.
         forward: (what, bytes) at the peak of the forward, including the inputs.
         backward: the same for the backward; empty without one.
     """
 
-    inputs: int
     forward: tuple[tuple[str, int], ...]
     backward: tuple[tuple[str, int], ...] = ()
 
@@ -122,9 +120,8 @@ def attention_memory(
     if keys is not None:
         settings, k, given = settings._replace(query_offset=keys[1]), k.new_empty((B, keys[0], Hk, D)), {"documents": ((0, keys[0]),)}
     Q, K, R, a = q.nbytes, q.nbytes // H * Hk, B * N * H, accumulation_dtype(dtype).itemsize
-    inputs = Q + 2 * K + B * N * key_padding_mask
     # with padding, k and v are copied with their padded rows zeroed
-    common = [("q, k, v", inputs), ("k, v without padding", 2 * K * key_padding_mask)]
+    common = [("q, k, v", Q + 2 * K + B * N * key_padding_mask), ("k, v without padding", 2 * K * key_padding_mask)]
     passes: list[list[tuple[str, int]]] = [[], []]
     saved = 0
     for is_backward in (False, True)[: 1 + needs_grad]:
@@ -140,7 +137,7 @@ def attention_memory(
         results = [("out, dout", 2 * Q), ("dq, dk, dv", Q + 2 * K)] if is_backward else [("out", Q)]
         passes[is_backward] = [*common, ("the branches' own outputs", saved), *results, ("lse", R * a), *plan.runner.terms(plan)]
     forward, backward = (tuple((what, size) for what, size in terms if size) for terms in passes)
-    return MemoryEstimate(inputs=inputs, forward=forward, backward=backward)
+    return MemoryEstimate(forward=forward, backward=backward)
 
 
 def readable(num_bytes: float) -> str:

@@ -60,8 +60,6 @@ class ResolvedCall(ABC):
     """
 
     name: ClassVar[str]
-    # whether a record serves calls of all lengths and batch sizes
-    any_length: ClassVar[bool] = True
     settings: CallSettings
     device_type: str
     documents: tuple[Range, ...] | None = None
@@ -311,7 +309,8 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
 
 def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> Self:
     """Returns the record of calls like this one, which is made for the first of them."""
-    sizes = (q.shape[2:], k.shape[2:]) if kind.any_length else (q.shape, k.shape)
+    # in one process a record serves calls of all lengths and batch sizes
+    sizes = (q.shape, k.shape) if settings.sharding else (q.shape[2:], k.shape[2:])
     key = (kind, settings, sizes, q.dtype, q.device, padding is None)
     found = find(key, q.dtype)
     if found is None:
