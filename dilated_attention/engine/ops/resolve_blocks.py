@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -39,8 +38,8 @@ from dilated_attention.pattern.blocks.block_lists import BlockLists
 def pieces_of(
     pattern: BlockPattern, sizes: tuple[int, int, int], settings: CallSettings, documents: tuple[Range, ...] | None, kept: Tensor | None,
     device: torch.device,
-) -> Iterator[tuple[slice, slice, int, BlockLists]]:  # fmt: skip
-    """Yields the documents, or the whole sequence as one: (keys, rows of q, which begin ``front`` rows inside a query block, front, lists,
+) -> list[tuple[slice, slice, int, BlockLists]]:  # fmt: skip
+    """Returns the documents, or the whole sequence as one: (keys, rows of q, which begin ``front`` rows inside a query block, front, lists,
     which include those rows).
 
     Args:
@@ -53,7 +52,7 @@ def pieces_of(
     front = settings.query_offset % pattern.q_block
     first_query = settings.query_offset - front
     # first row of the document in ``kept``, where the rows of documents follow one another
-    first_row = 0
+    first_row, pieces = 0, []
     for start, end in documents or ((0, num_keys),):
         keys = slice(start, end)
         # packed documents attend to themselves, without query_offset
@@ -68,7 +67,8 @@ def pieces_of(
             of_document = kept[:, :, first_row:]
             lists = lists_of_kept(of_document, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
             first_row += lists.num_rows
-        yield keys, rows, front, lists
+        pieces.append((keys, rows, front, lists))
+    return pieces
 
 
 def blocks_request(
@@ -104,12 +104,12 @@ def forward_lists(
     if not lists.num_entries or not q.shape[0]:
         out, lse = torch.zeros_like(q), new_lse(q).fill_(-torch.inf)
     else:
-        cuts = list(_launches(backend.capabilities, lists, (q, k, v), options))
-        if into is not None and len(cuts) == 1:
+        cuts = _launches(backend.capabilities, lists, (q, k, v), options)
+        if len(cuts) == 1:
             out, lse = placed(backend.forward(q, k, v, options, lists, out=(into, None)), (into, None))
-            return out, lse
-        parts = [backend.forward(q[where], k[where], v[where], some_options, some) for where, some, some_options in cuts]
-        out, lse = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        else:
+            parts = [backend.forward(q[where], k[where], v[where], some_options, some) for where, some, some_options in cuts]
+            out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
 
 
@@ -133,30 +133,29 @@ def backward_lists(
     if not lists.num_entries or not q.shape[0]:
         grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
     else:
-        cuts = list(_launches(backend.capabilities, lists, (dout, q, k, v, out), options))
-        if into is not None and len(cuts) == 1 and (dlse is None or backend.capabilities.lse_grad):
+        cuts = _launches(backend.capabilities, lists, (dout, q, k, v, out), options)
+        if len(cuts) == 1 and (dlse is None or backend.capabilities.lse_grad):
             views = into, None, None
-            return placed(backend.backward(dout, q, k, v, out, lse, options, lists, dlse=dlse, grads=views), views)
-        parts = [
-            shares(backend, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where], some)
-            for where, some, some_options in cuts
-        ]
-        grads = parts[0] if len(parts) == 1 else tuple(torch.cat(shares) for shares in zip(*parts, strict=True))
-    return (grads[0][:, front:], *grads[1:])
+            grads = placed(backend.backward(dout, q, k, v, out, lse, options, lists, dlse=dlse, grads=views), views)
+        else:
+            parts = [
+                shares(
+                    backend, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where], some
+                )
+                for where, some, some_options in cuts
+            ]
+            grads = tuple(torch.cat(of_parts) for of_parts in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+    return (grads[0][:, front:], *grads[1:]) if front else grads
 
 
-def _launches(
-    capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options
-) -> Iterator[tuple[slice, BlockLists, Options]]:
-    """Yields the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
+def _launches(capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options) -> list[tuple[slice, BlockLists, Options]]:
+    """Returns the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
     B = tensors[0].shape[0]
     size = problems_at_once(B, [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
     if size == B:
-        yield slice(None), lists, options
-        return
-    for start in range(0, B, size):
-        where = slice(start, min(start + size, B))
-        yield where, _lists_of(lists, where), _options_of(options, where)
+        return [(slice(None), lists, options)]
+    parts = [slice(start, min(start + size, B)) for start in range(0, B, size)]
+    return [(where, _lists_of(lists, where), _options_of(options, where)) for where in parts]
 
 
 def _lists_of(lists: BlockLists, where: slice) -> BlockLists:
@@ -190,11 +189,7 @@ def _options_of(options: Options, where: slice) -> Options:
 
 def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
     """Returns x with ``front`` rows of ``value`` inserted before it along ``dim``."""
-    if not front:
-        return x
-    shape = list(x.shape)
-    shape[dim] = front
-    return torch.cat([x.new_full(shape, value), x], dim)
+    return torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim), front, 0), value=value) if front else x
 
 
 class _Part(NamedTuple):
