@@ -88,7 +88,8 @@ class Plan:
 
     @property
     def problems(self) -> Problems:
-        return problems_of(self.pattern, self.shape)
+        # looking them up by pattern and shape takes longer than a launch where there are many documents
+        return self.once("problems", lambda: problems_of(self.pattern, self.shape))
 
     @property
     def is_detached(self) -> bool:

@@ -121,7 +121,7 @@ def run_backward(plan: Plan, problems: Problems, tensors: Tensors, masks: Masks,
     # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if plan.settings.detached and not problems.single:
-        for separate, part in problems.branches():
+        for separate, part in plan.once(("branches", id(problems)), lambda: list(problems.branches())):
             # the mixing weights are constants, so each branch's δ comes from its own output; softmax weights stay exp(s − merged lse)
             branch_out, _ = run_forward(plan, separate, q, k, v, masks)
             _add_shares(plan, part, (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), masks, None)
@@ -154,8 +154,8 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
         # positions in the whole sequence, so that a cut does not change the position of a query row
         first, last = plan.position_offset, plan.position_offset + max(settings.query_offset + q.shape[1], k.shape[1])
         tensors += masks_of(masks, settings.dropout_p, (first, last), k.shape[0], q.device)
-    # a chunk, and in a detached backward each branch, has launches of its own
-    key = letters, problems.problems
+    # a chunk, and in a detached backward each branch, has launches of its own; the plan holds all of these
+    key = letters, id(problems)
     made: Sequence[Launch] | None = plan.made.get(key)
     if made is None:
         rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0, masks.bias is not None)
