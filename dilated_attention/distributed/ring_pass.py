@@ -35,8 +35,6 @@ from dilated_attention.pattern import pattern_from_spec
 class ResolvedRing(ResolvedCall):
     """Calls on a sharded sequence. The third output is (N, number of the call), int64 on the CPU."""
 
-    any_length = False
-
     @property
     def name(self) -> str:  # type: ignore[override]
         return op_name(self.settings)

@@ -9,20 +9,25 @@ for float64). In addition to inputs (Q + 2K)·e, results and gradients:
     whole      with P places in all branches except the direct one, which has rate 1: B·H·P·(D·e + 4) forward; dq, dk, dv at the places
                backward, and 8 bytes (16 with dropout) for each head and each place of all branches
     problems   results in the accumulation dtype while they are summed, and the results of one launch and of the previous one
+
+An op that runs out of memory raises an error of torch's type, with what the call needs, what is free, a way out, and torch's words.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from dilated_attention.backends import BackendUnavailable, Hardware, detect
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.branches import run_branches, run_problems
 from dilated_attention.engine.ops.prepare import fuses, make_plan
-from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.ops.settings import CallSettings, pattern_of
 from dilated_attention.pattern import DilatedPattern
 
 
@@ -31,12 +36,10 @@ class MemoryEstimate:
     """Bytes alive at the peak of each pass, itemized. ``str()`` prints both lists.
 
     Args:
-        inputs: bytes of q, k, v and the key padding mask.
         forward: (what, bytes) at the peak of the forward, including the inputs.
         backward: the same for the backward; empty without one.
     """
 
-    inputs: int
     forward: tuple[tuple[str, int], ...]
     backward: tuple[tuple[str, int], ...] = ()
 
@@ -117,9 +120,8 @@ def attention_memory(
     if keys is not None:
         settings, k, given = settings._replace(query_offset=keys[1]), k.new_empty((B, keys[0], Hk, D)), {"documents": ((0, keys[0]),)}
     Q, K, R, a = q.nbytes, q.nbytes // H * Hk, B * N * H, accumulation_dtype(dtype).itemsize
-    inputs = Q + 2 * K + B * N * key_padding_mask
     # with padding, k and v are copied with their padded rows zeroed
-    common = [("q, k, v", inputs), ("k, v without padding", 2 * K * key_padding_mask)]
+    common = [("q, k, v", Q + 2 * K + B * N * key_padding_mask), ("k, v without padding", 2 * K * key_padding_mask)]
     passes: list[list[tuple[str, int]]] = [[], []]
     saved = 0
     for is_backward in (False, True)[: 1 + needs_grad]:
@@ -135,7 +137,7 @@ def attention_memory(
         results = [("out, dout", 2 * Q), ("dq, dk, dv", Q + 2 * K)] if is_backward else [("out", Q)]
         passes[is_backward] = [*common, ("the branches' own outputs", saved), *results, ("lse", R * a), *plan.runner.terms(plan)]
     forward, backward = (tuple((what, size) for what, size in terms if size) for terms in passes)
-    return MemoryEstimate(inputs=inputs, forward=forward, backward=backward)
+    return MemoryEstimate(forward=forward, backward=backward)
 
 
 def readable(num_bytes: float) -> str:
@@ -149,3 +151,58 @@ def readable(num_bytes: float) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:>12,.1f} MiB"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explain_shortage(error: RuntimeError, name: str, x: Mapping[str, Any]) -> None:
+    """If an allocator of torch raised ``error``, raises it again with what the pass ``name`` of an op with arguments x needs."""
+    of_cpu = type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+    if error.__cause__ is not None or not (of_cpu or isinstance(error, torch.OutOfMemoryError)):
+        return
+    try:
+        needs, device = needed(x), next(t.device for t in tree_leaves(dict(x)) if isinstance(t, torch.Tensor))
+        terms = ", ".join(f"{what} {readable(size)}" for what, size in needs if size)
+        said = f"needs at least {readable(sum(size for _, size in needs))} ({terms})"
+        if device.type == "cuda":
+            # what the allocator holds unused may be in pieces
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            said += f"; free {readable(torch.cuda.mem_get_info(device)[0] + unused)}"
+    except Exception as failed:  # noqa: BLE001 - whatever it is, the shortage must not be hidden by it
+        said = f"ran out of memory, and what it needs is not known ({type(failed).__name__}: {failed})"
+    raise type(error)(f"the {name} {said}. Call it with fewer sequences or positions at once. torch: {error}") from error
+
+
+def needed(x: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Returns (what, bytes): of dilated self-attention the engine's account, of other attention inputs and results, else the inputs."""
+    if "k" not in x:
+        return (("inputs", sum(t.nbytes for t in tree_leaves(dict(x)) if isinstance(t, torch.Tensor))),)
+    q, k, trains = x["q"], x["k"], bool(x["needs_grad"] or "dout" in x)
+    (B, N, H, D), Hk = q.shape, k.shape[2]
+    if x["branches"] and not x["blocks"] and not x["sharding"] and k.shape[1] == N:
+        found = attention_memory(
+            pattern_of(x["branches"]), N, H, D, batch_size=B, num_kv_heads=Hk, dtype=q.dtype, hardware=detect(q.device),
+            is_causal=x["is_causal"], needs_grad=trains, detached=x["detached"], backend=x["backend"], dropout_p=x["dropout_p"],
+        )  # fmt: skip
+        return max(found.forward, found.backward, key=lambda terms: sum(size for _, size in terms))
+    inputs = q.nbytes + 2 * k.nbytes
+    return ("q, k, v", inputs), ("out, dout" if trains else "out", q.nbytes * (1 + trains)), ("dq, dk, dv", inputs * trains)
+
+
+def explains_shortage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates an op's implementation, below ``torch.library.custom_op``, so that it sees only calls that really run."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                explain_shortage(error, name, {"arguments": args, **kwargs})
+                raise
+
+        return run
+
+    return decorate

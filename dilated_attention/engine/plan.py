@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 class Runner(Protocol):
     """A way to run a plan: problem by problem or in one launch (``branches/run_problems.py``), branches in chunks with one merge each
-    (``branches/run_branches.py``), or a whole call on this project's kernels (``kernels/tiles.py``)."""
+    (``branches/run_branches.py``), or a whole call on this project's kernels (``branches/run_tiles.py``)."""
 
     def forward(
         self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
@@ -56,7 +56,7 @@ class Plan:
 
     Args:
         runner: runs it.
-        backend: the kernels of every launch; ``capabilities``: what it declared when this was decided.
+        backend: the kernels of every launch.
         options: scale, softcap and determinism; of a call in ``one_launch`` causality, too. Causality and masks are set for each problem.
         one_launch: the launch that computes everything, so that results need no copy; ``bounds`` and ``key_rows``: those of packed
             documents or a part of the queries. Bounds count from the first query and from the first of these rows of k and v.
@@ -74,7 +74,6 @@ class Plan:
     runner: Runner
     request: AttentionRequest
     backend: Backend
-    capabilities: Any
     options: Options
     dtype: Any
     one_launch: bool = False
@@ -89,7 +88,8 @@ class Plan:
 
     @property
     def problems(self) -> Problems:
-        return problems_of(self.pattern, self.shape)
+        # looking them up by pattern and shape takes longer than a launch where there are many documents
+        return self.once("problems", lambda: problems_of(self.pattern, self.shape))
 
     @property
     def is_detached(self) -> bool:
@@ -102,7 +102,3 @@ class Plan:
         if made is None:
             made = self.made[key] = make()
         return made  # type: ignore[no-any-return]
-
-    def again(self) -> Plan | None:
-        """Returns the plan for later calls, or None if the backend now declares something else."""
-        return self if self.capabilities is self.backend.capabilities else None

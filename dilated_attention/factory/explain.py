@@ -10,7 +10,7 @@ import torch
 from dilated_attention.backends import PRECISIONS, AttentionRequest, BackendUnavailable, Hardware, registry
 from dilated_attention.backends.hardware import hardware_of
 from dilated_attention.engine.branches.problems import whole_shape
-from dilated_attention.engine.kernels import tiles_choice
+from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, check_bool, checked_block_size, one_of, shown
 from dilated_attention.validation import check_counts, check_dtype, check_probability, check_scale, check_softcap
@@ -197,7 +197,7 @@ def explain_backend(
 
 def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
     """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known."""
-    if backend != "auto" or request.blocks is not None or registry.get(tiles_choice.NAME).reasons_against(request):
+    if backend != "auto" or request.blocks is not None or registry.get(prepare.NAME).reasons_against(request):
         return ""
     rule = (
         "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the "
@@ -213,12 +213,12 @@ def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | No
             library = registry.select(asked).name
         except BackendUnavailable:
             return ""
-        if library == tiles_choice.NAME:
+        if library == prepare.NAME:
             parts.append(f"{name} {library}, preferred for dense problems, too")
             continue
-        taken = tiles_choice.NAME if tiles_choice.runs_on_tiles(pattern, shape, asked, 1, library) else library
-        tiles_ms = tiles_choice.tiles_ms(pattern, shape, asked, 1)
-        library_ms = tiles_choice.library_ms(pattern, shape, asked, 1, library)
+        taken = prepare.NAME if prepare.runs_on_tiles(pattern, shape, asked, 1, library) else library
+        tiles_ms = prepare.tiles_ms(pattern, shape, asked, 1)
+        library_ms = prepare.library_ms(pattern, shape, asked, 1, library)
         parts.append(f"{name} {tiles_ms:.2f} ms against {library_ms:.2f} on {library}: {taken}")
     return f"{rule}: {' · '.join(parts)}"
 

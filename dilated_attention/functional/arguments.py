@@ -15,13 +15,12 @@ from dilated_attention.distributed.exchange.setup import EXCHANGES, why_no_heads
 from dilated_attention.distributed.ring_pass import resolve_ring
 from dilated_attention.distributed.sharding.layout import Layout, layout_name
 from dilated_attention.engine.blocks.selection import choose_blocks_op
-from dilated_attention.engine.ops import flops  # noqa: F401  registers the formulas of the ops
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.definition import block_sparse_attention_op, block_sparse_dilated_attention_op, dilated_attention_op
-from dilated_attention.engine.ops.eager import is_eager
 from dilated_attention.engine.ops.resolve import find, remember, resolve
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
+from dilated_attention.engine.ops.transforms import is_eager
 from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of

@@ -27,9 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from dilated_attention.backends.hardware import has_triton
-from dilated_attention.engine.ops.eager import dispatched_alike, is_eager, is_transformed
 from dilated_attention.engine.ops.prepare import without_autocast
-from dilated_attention.engine.ops.transforms import each
+from dilated_attention.engine.ops.transforms import dispatched_alike, each, is_eager, is_transformed
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
 # without gradients nothing is saved for a backward, and on short sequences fewer passes over memory gain nothing

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict, Unpack
 
 from dilated_attention.distributed.sharding.layout import Layout
 from dilated_attention.engine.ops.bounds import own_bounds
-from dilated_attention.engine.ops.eager import is_eager
+from dilated_attention.engine.ops.transforms import is_eager
 from dilated_attention.functional.fused_layers import is_lean
 from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.models.blocks import Block, make_norm

@@ -291,7 +291,7 @@ def memory_of(problem: Problem) -> MemoryEstimate:
     else:
         return of_engine(problem, problem.num_positions)
     forward, backward = (tuple((what, int(size)) for what, size in terms if size) for terms in passes)
-    return MemoryEstimate(inputs=forward[0][1], forward=forward, backward=backward if problem.training else ())
+    return MemoryEstimate(forward=forward, backward=backward if problem.training else ())
 
 
 def counts_of(problem: Problem, most: int = MOST_BLOCKS) -> BlockCounts:

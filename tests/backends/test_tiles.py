@@ -23,7 +23,7 @@ from dilated_attention.backends.tiles import run as run_tiles
 from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
 from dilated_attention.backends.tiles.table import Walk
-from dilated_attention.engine.kernels import tiles
+from dilated_attention.engine.branches import run_tiles as tiles
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import Case, Space, inputs, measure, random_case
 from tests.helpers.op_settings import calls_of

@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from dilated_attention.backends.torch_ops.math import band_mask
-from dilated_attention.engine.blocks import bitmask, selection
-from dilated_attention.engine.blocks.bitmask import lists_of_kept
-from dilated_attention.engine.blocks.lists import block_lists
+from dilated_attention.engine.blocks import selection
+from dilated_attention.engine.blocks.lists import bits_of_lists, block_lists, lists_of_kept
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.pattern import (
     BlockPattern,
-    BlockTensor,
     ChosenBlocks,
     LocalWindow,
     MaskFunction,
@@ -147,7 +145,7 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
     if seed % 3 == 0:
         monkeypatch.setattr(selection, "_TORCH_BYTES", 4096)
         monkeypatch.setattr(selection, "_MEAN_BYTES", 4096)
-        monkeypatch.setattr(bitmask, "_CHUNK", 16)
+        monkeypatch.setattr("dilated_attention.engine.blocks.lists._CHUNK", 16)
     # interpreted kernels take their time
     case = chosen_case(seed, SPACE if dtype is torch.float64 else replace(SPACE, max_length=400))
     x = inputs(case, dtype)
@@ -168,7 +166,7 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
             pairs = pairs & band_mask((None, case.query_offset), *pairs.shape[1:], torch.device("cpu"))
         for written in (expanded, *[expanded_by_interval] * (lists.interval is not None)):
             assert torch.equal(written(lists, lists.num_groups), pairs)
-        assert lists.mask_kind in ("interval", "none") and torch.equal(bitmask.bits_of_lists(lists), found[:, :, :rows].flatten(0, 1))
+        assert lists.mask_kind in ("interval", "none") and torch.equal(bits_of_lists(lists), found[:, :, :rows].flatten(0, 1))
 
 
 @pytest.mark.slow
@@ -242,17 +240,6 @@ def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
         *(torch.randn(1, 6400, 1, 4) for _ in range(2)), None, None, TopBlocks(density=0.3, block_size=64).spec(), False, 1.0, 0
     )
     assert unpacked(words, 100).sum(-1).unique().tolist() == [30]
-
-
-@pytest.mark.parametrize("amount", [{"blocks": 3}, {"density": 1.0}], ids=str)
-def test_a_last_row_keeps_as_many_as_exist(amount: dict[str, Any]) -> None:
-    """Its missing queries would add a block of the diagonal, which counts only where they may not change what the others keep."""
-    q, k = (torch.randn(1, 130, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
-    # a table says nothing about longer sequences
-    of_table = BlockTensor(torch.ones(2, 3, dtype=torch.bool), block_size=(128, 64))
-    for change, kept in (({"queries": "block"}, 3), ({"within": of_table}, 3), ({}, 2 if "blocks" in amount else 3)):
-        pattern = TopBlocks(**amount, near=False, block_size=(128, 64), **change)  # type: ignore[arg-type]
-        assert unpacked(pattern.choose(q, k, is_causal=True).kept, 3)[0, :, -1].sum(-1).tolist() == [kept] * 4
 
 
 def test_compositions_with_static_patterns() -> None:

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import Hardware
-from dilated_attention.engine.decode import row as torch_decode
+from dilated_attention.engine.decode.dispatch import Cached, torch_decode
 from dilated_attention.engine.decode.keys import RowKeys, row_keys
-from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.pattern import (
     Axial,
@@ -182,7 +181,7 @@ def test_kernel_equals_its_twin(name: str) -> None:
     keys.prepare(at)
     cached, runs = Cached(cache_k, cache_v, table, wraps=layout == "round"), keys.runs(torch.tensor(at, device=device))
     rows = q[torch.arange(2), at].to(device)
-    expected = torch_decode.decode(rows, cached, runs, 0.3)
+    expected = torch_decode(rows, cached, runs, 0.3)
     torch.testing.assert_close(decode_triton.decode(rows, cached, runs, 0.3, num_splits=splits), expected, atol=1e-5, rtol=0)
 
 

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends.merge import merge_, merge_onto
-from dilated_attention.backends.tiles.table import step_of
-from dilated_attention.engine.branches import chunking, launches, places
+from dilated_attention.engine.branches import launches, places
 from dilated_attention.engine.branches.places import Layout, layout_of
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.testing import max_error
@@ -158,15 +156,6 @@ def test_kernels_equal_their_definition(seed: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(y.double(), x, atol=1e-5 if x.dim() == 3 else tolerance, rtol=1e-6)
 
 
-def test_the_merge_reads_no_other_rows_where_one_branch_takes_everything() -> None:
-    def step(lengths: list[int], rates: list[int], **options: Any) -> int:
-        layout = layout_of(DilatedPattern(lengths, rates), whole_shape(12, 12, 2**16, False), False, (0, 12))
-        return step_of(replace(layout.walk, **options), layout.offsets)
-
-    assert step([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]) == 2 and step([2048, 8192, 32768], [1, 4, 16]) == 4
-    assert step([2048, 4096], [2, 4]) == step([2048, 8192], [1, 4], queries=(3, 9)) == 1
-
-
 # --- chunks ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +168,7 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
     rates = tuple(data.draw(st.integers(1, w)) for w in lengths)
     pattern = DilatedPattern(lengths, rates, "cyclic", "all", data.draw(st.sampled_from(["mask", "zero_keys"])))
     budget = data.draw(st.integers(1, 5000))
-    cut = chunking.make_chunk_sizes(pattern, chunking.CallSizes(2, n, heads, kv_heads, 1, 1), 1, budget)
+    cut = places.make_chunk_sizes(pattern, whole_shape(heads, kv_heads, n, False), 2, budget)
     sizes = []
     for (low, high), (first, last) in cut.chunks(heads, n):
         layout = layout_of(pattern, whole_shape(heads, heads, last - first, False), False, (low, high))
@@ -194,10 +183,10 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
 def test_a_million_positions_of_longnet_keep_to_the_budget(heads: int, head_dim: int, forward: int) -> None:
     """The paper's geometric branches: parts of the forward within 5 % of q, k and v or 512 MiB, of the backward within 1 GiB."""
     n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
-    sizes, width = chunking.CallSizes(1, n, heads, heads, head_dim, 2), 2 * head_dim
-    limits = max(forward, sizes.input_bytes // 20), 2**30
+    shape, size, width = whole_shape(heads, heads, n, False), (1, head_dim, 2), 2 * head_dim
+    limits = max(forward, places.input_bytes(shape, size) // 20), 2**30
     for is_backward, row_bytes, limit in zip((False, True), (width + 4, 3 * width), limits, strict=True):
-        cut = chunking.chunk_sizes(pattern, sizes, is_backward)
+        cut = places.chunk_sizes(pattern, shape, size, is_backward)
         layout = layout_of(pattern, whole_shape(heads, heads, cut.positions, False), False, (0, cut.heads))
         # the launch on each stream of a backward sums dq in float32
         of_launch = is_backward * launches.PART_BYTES["cuda"]
@@ -220,5 +209,5 @@ def test_only_a_call_with_detached_mixing_saves_outputs_of_branches_within_the_b
     assert saved() == saved(key_padding_mask=(torch.arange(20) > 17).repeat(2, 1)) == elements
     assert not saved(mixture_grad="exact") and not saved(dropout_p=0.1) and not saved(lengths=(8,), rates=(1,))
     assert not saved(k[:, :, :1], v[:, :, :1])
-    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: elements * 8 - 1)
+    monkeypatch.setattr(places, "transient_budget", lambda _, is_backward=False: elements * 8 - 1)
     assert not saved()

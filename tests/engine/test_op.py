@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -304,18 +303,6 @@ def test_autocast_only_casts_the_inputs(backend: str, function: Function) -> Non
     with torch.autocast("cpu", torch.bfloat16):
         out = function(*wide)
     assert torch.equal(out, function(*wide))
-
-
-@of_every_kind
-def test_meta_tensors_give_shapes_dtypes_and_gradients(function: Function) -> None:
-    choices = ({}, {"pattern": TopBlocks(1)}) if function is not dilated else ({},)
-    for dtype, options in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), choices):
-        q, k = (torch.empty(2, 70, heads, 8, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2))
-        out, lse = function(q, k, k, return_lse=True, **options)
-        out.sum().backward()
-        assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "meta")
-        assert (lse.shape, lse.dtype) == ((2, 4, 70), torch.float64 if dtype is torch.float64 else torch.float32)
-        assert q.grad is not None and q.grad.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
 
 
 # --- counted FLOPs ------------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dilated_attention import pattern as patterns
 from dilated_attention.backends import registry
 from dilated_attention.backends.torch_ops import math as math_module
 from dilated_attention.backends.torch_ops.math import MathBackend
-from dilated_attention.engine.branches import chunking, launches, run_branches
+from dilated_attention.engine.branches import launches, places, run_branches
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import (
     FLOAT32_TOLERANCE,
@@ -195,7 +195,7 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
     """Every branch to its places and one merge, in chunks of any size, with the torch twin; problem by problem; or lists of blocks."""
     fused = way == "one merge"
     budget, changes = RUNNERS[runner]
-    monkeypatch.setattr(chunking, "transient_budget", lambda _, is_backward=False: budget)
+    monkeypatch.setattr(places, "transient_budget", lambda _, is_backward=False: budget)
     monkeypatch.setitem(launches.PART_BYTES, "cuda", 0)
     monkeypatch.setattr(registry.get("math"), "capabilities", replace(registry.get("math").capabilities, **changes))
     # the limit on one segment's extent is the choice of a backend; here the cutting alone is looked at

@@ -19,8 +19,8 @@ from dilated_attention import (
     dilated_attention,
 )
 from dilated_attention.backends import registry
-from dilated_attention.engine import oom
-from dilated_attention.engine.decode import row as torch_decode
+from dilated_attention.engine import memory
+from dilated_attention.engine.decode.dispatch import Cached
 from dilated_attention.pattern import LocalWindow
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free."
@@ -74,7 +74,7 @@ def test_every_attention_says_it(name: str, pass_: str, kind: type[RuntimeError]
 
 
 def test_other_ops_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_decode.Cached, "places", fails())
+    monkeypatch.setattr(Cached, "places", fails())
     q, cache = torch.randn(3, 1, 4, 16), torch.randn(3, 100, 2, 16)
     with pytest.raises(torch.OutOfMemoryError, match=r"the forward of decode_attention needs at least .*CUDA out of memory"):
         decode_attention(q, cache, cache, torch.tensor([7, 99, 50]), DilatedPattern((32, 64), (1, 2)))
@@ -86,7 +86,7 @@ def test_what_is_free_on_a_gpu_counts_what_the_allocator_holds_unused(monkeypatc
     for name, figure in figures.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda device, figure=figure: figure)
     with torch._subclasses.FakeTensorMode(), pytest.raises(torch.OutOfMemoryError, match=r"of norm .*\(inputs 4 KiB\); free 3 GiB\. Call"):
-        oom.explain_shortage(torch.OutOfMemoryError(TORCH), "forward of norm", {"x": torch.empty(1024, device="cuda:0")})
+        memory.explain_shortage(torch.OutOfMemoryError(TORCH), "forward of norm", {"x": torch.empty(1024, device="cuda:0")})
 
 
 def test_other_errors_are_left_alone_and_nothing_is_hidden(broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_other_errors_are_left_alone_and_nothing_is_hidden(broken: Callable[...,
     with pytest.raises(RuntimeError, match=r"^something else$"):
         dilated_attention(q, k, v, [64], [1])
     broken("forward")
-    monkeypatch.setattr(oom, "needed", fails(ValueError, "no such field"))  # type: ignore[arg-type]
+    monkeypatch.setattr(memory, "needed", fails(ValueError, "no such field"))  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError, match=r"ran out of memory.*\(ValueError: no such field\).*CUDA out of memory"):
         dilated_attention(q, k, v, [64], [1])
 

@@ -60,7 +60,7 @@ def check_a_range(backend: str, pattern: DilatedPattern, bounds: tuple[int, ...]
     dtype, runner = torch.float64, None
     if backend == "tiles":
         # interpreted, the kernels run on a CPU, which no call chooses them for
-        from dilated_attention.engine.kernels import tiles as runner
+        from dilated_attention.engine.branches import run_tiles as runner
 
         dtype, backend = torch.float32, "math"
     q, k, v, dout = (x.detach().to(dtype) for x in (q[:, some], k, v, dout[:, some]))

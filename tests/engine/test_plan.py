@@ -93,21 +93,11 @@ def test_results_of_keys_keep_to_the_limit_where_queries_are_few() -> None:
     rows = [rows_of(q, position=63), rows_of(k, keys=True)._replace(tensor=1)]
     (made,) = launches_of([problem], rows, CAPABILITIES, 3 * k[0].nbytes, Options(scale=1.0))
     assert [[len(view) for view in launch.of([q, k])] for launch in made] == [[3, 3], [3, 3], [2, 2]]
+    for most, count in ((12, 2), (13, 3)):
+        assert problems_at_once(10, [(5, (3,), (1,))], replace(CAPABILITIES, max_extent=most)) == count
 
 
 # --- 32-bit extents, on tensors without storage ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [2**20, 2**28])
-def test_launches_of_huge_tensors_keep_to_the_extent(n: int) -> None:
-    limit = 2**31
-    q = torch.empty(1, n, 16, 64, dtype=torch.bfloat16, device="meta")
-    for problem in problems_of(DilatedPattern((1024, 2**20), (1, 4)), Shape(16, 16, (0, n), (0, n), ((0, n),), False)).problems:
-        pieces = views_of(problem, q, rows_of(q), max_batch=65_535, max_extent=limit)
-        assert all(extent(piece) <= limit and len(piece) <= 65_535 for piece in pieces)
-        assert sum(len(piece) for piece in pieces) == problem.segments
-    for most, count in ((12, 2), (13, 3)):
-        assert problems_at_once(10, [(5, (3,), (1,))], replace(CAPABILITIES, max_extent=most)) == count
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "packed"])

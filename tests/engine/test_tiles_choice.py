@@ -9,10 +9,9 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import AttentionRequest, Hardware, rates, registry
-from dilated_attention.engine.branches.chunking import ChunkSizes
-from dilated_attention.engine.branches.problems import Shape, problems_of, whole_shape
-from dilated_attention.engine.kernels import tiles_choice
-from dilated_attention.engine.kernels.tiles_choice import packed_library, runs_on_tiles
+from dilated_attention.engine.branches.problems import Shape, problems_of
+from dilated_attention.engine.ops import prepare
+from dilated_attention.engine.ops.prepare import packed_library, runs_on_tiles
 from dilated_attention.factory import EXAMPLES
 
 LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
@@ -129,18 +128,11 @@ def test_a_part_of_the_queries(first: int, is_backward: bool) -> None:
     assert runs_on_tiles(pattern, shape, request, 1, registry.select(request).name)
 
 
-def test_a_long_backward_makes_the_launches_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles_choice, "chunk_sizes", lambda *_: ChunkSizes(heads=4, positions=1024))
-    shape, request = whole_shape(12, 12, 4096, False), replace(REQUEST, needs_grad=True)
-    # one of the first branch, and one for each offset of the second, in each of 3 x 4 chunks
-    assert tiles_choice._launches(DilatedPattern((512, 1024), (1, 2)), shape, request, 1) == 3 * 3 * 4
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("queries", [(0, 96), (0, 40), (40, 96), (17, 51)])
 def test_times_of_a_part_of_dense_queries_are_those_of_their_pairs(queries: tuple[int, int], is_causal: bool) -> None:
     dense, shape = DilatedPattern((2**40,), (1,), "zero"), Shape(12, 12, queries, (0, 96), ((0, 96),), is_causal)
-    assert tiles_choice._pairs(dense, shape) == problems_of(dense, shape).pairs
+    assert prepare._pairs(dense, shape) == problems_of(dense, shape).pairs
 
 
 @pytest.mark.parametrize("is_backward", [False, True])

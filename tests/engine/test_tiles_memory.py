@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention.engine.branches import run_tiles as tiles
 from dilated_attention.engine.branches.launches import Masks
-from dilated_attention.engine.kernels import tiles
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.factory import EXAMPLES, explain_backend
@@ -36,7 +36,7 @@ def account(**options: Any) -> tuple[int, int]:
 
 def test_heads_run_in_turn_where_what_waits_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = account()
-    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", 2**20)
+    monkeypatch.setattr("dilated_attention.engine.branches.places.TRANSIENT_BYTES", 2**20)
     cut = account()
     # 5 % of q, k, v are more than 1 MiB: the eight heads of one of the two sequences forward, two of them backward
     budget = int(0.05 * 3 * 2 * N * H * D * 2)
@@ -50,7 +50,7 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     pytest.importorskip("triton")
     from dilated_attention.backends.tiles import launch, run
 
-    monkeypatch.setattr("dilated_attention.engine.branches.chunking.TRANSIENT_BYTES", budget)
+    monkeypatch.setattr("dilated_attention.engine.branches.places.TRANSIENT_BYTES", budget)
     monkeypatch.setattr(launch.KernelLaunch, "__call__", lambda *_: None)
     taken: list[int] = []
 
@@ -132,7 +132,8 @@ def test_branches_take_what_their_formulas_say() -> None:
     rows = 2 * N * H
     options: dict[str, Any] = {"dtype": torch.bfloat16, "hardware": EXAMPLES["hopper"], "backend": "sdpa_flash", "batch_size": 2}
     found = attention_memory(PATTERN, N, H, D, **options)
-    assert attention_memory(PATTERN, N, H, D, key_padding_mask=True, **options).inputs - found.inputs == 2 * N
+    masked = attention_memory(PATTERN, N, H, D, key_padding_mask=True, **options)
+    assert dict(masked.forward)["q, k, v"] - dict(found.forward)["q, k, v"] == 2 * N
     # a quarter of the positions, of the branch that is not the direct one
     assert dict(found.forward)["parts"] == rows // 4 * (2 * D + 4)
     assert dict(found.backward)["parts"] == 3 * rows // 4 * 2 * D and dict(found.backward)["lse of the chunks"] == 4 * rows

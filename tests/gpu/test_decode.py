@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from dilated_attention.engine.decode import dispatch
-from dilated_attention.engine.decode import row as torch_decode
+from dilated_attention.engine.decode.dispatch import Cached
 from dilated_attention.engine.decode.keys import row_keys
-from dilated_attention.engine.decode.row import Cached
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Stepper, prefill
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow, Strided
@@ -65,8 +64,8 @@ def judge(dtype: torch.dtype, head_dim: int, name: str, backend: str, seeds: ran
     for seed in seeds:
         q, cached, runs, _ = case(seed * 1000 + head_dim, dtype, head_dim, name)
         exact = Cached(cached.k.double(), cached.v.double(), cached.table, cached.wraps)
-        truth, truth_lse = torch_decode.decode(q.double(), exact, runs, head_dim**-0.5)
-        plain, _ = torch_decode.decode(q, cached, runs, head_dim**-0.5)
+        truth, truth_lse = dispatch.torch_decode(q.double(), exact, runs, head_dim**-0.5)
+        plain, _ = dispatch.torch_decode(q, cached, runs, head_dim**-0.5)
         if backend == "flash3":
             cached = Cached(cached.k.nan_to_num(), cached.v.nan_to_num(), cached.table, cached.wraps)
         out, lse = dispatch.decode(q, cached, runs, head_dim**-0.5, backend)

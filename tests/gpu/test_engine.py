@@ -8,7 +8,7 @@ import torch
 from benchmarks.case import Case
 from benchmarks.truth import Truth
 from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
-from dilated_attention.engine.branches import chunking
+from dilated_attention.engine.branches import places
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
@@ -126,7 +126,7 @@ def test_transient_memory_keeps_to_the_limit(n: int, heads: int, dim: int, lengt
     """In addition to inputs and results at most 512 MiB forward and 1 GiB backward, or 5 % of q, k and v. One head whose longest segment is
     the whole sequence runs at once: it takes the rows of its dilated branches, in a backward those of dq, dk and dv."""
     q, k, v, dout = make(n, heads, dim)
-    limit, backward_limit = (chunking.transient_budget(3 * q.numel() * 2, is_backward=is_backward) for is_backward in (False, True))
+    limit, backward_limit = (places.transient_budget(3 * q.numel() * 2, is_backward=is_backward) for is_backward in (False, True))
     of_head = sum(-(-n // rate) for rate in rates[1:])
     limit, backward_limit = max(limit, of_head * (2 * dim + 4) * 1.01), max(backward_limit, of_head * 6 * dim * 1.1)
 

@@ -31,12 +31,11 @@ from dilated_attention.distributed.exchange.plan import (
 from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at, narrow
 from dilated_attention.distributed.exchange.step import Pair, Step, on_device
 from dilated_attention.distributed.sharding.layout import joined
-from dilated_attention.engine.blocks.documents import request_of
-from dilated_attention.engine.blocks.launch import backward_lists, forward_lists
 from dilated_attention.engine.blocks.lists import block_lists, building_device, select_rows
 from dilated_attention.engine.branches.launches import Into, Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import select_backend
+from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_request, forward_lists
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
@@ -216,7 +215,7 @@ class BlockPart(Part):
             return None
         kind = (is_backward, has_padding, q.stride(), k.stride())
         if kind not in self.passes:
-            request = request_of(self.lists, (q, k), self.settings, has_padding, is_backward)
+            request = blocks_request(self.lists, (q, k), self.settings, has_padding, is_backward)
             self.passes[kind] = select_backend(request, self.settings)
         return self.passes[kind]  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Bias, Capabilities, Mask, Options
 from dilated_attention.backends.dropout import Dropout
-from dilated_attention.engine.branches.problems import Problem
+from dilated_attention.engine.branches.problems import Problem, Range
 
 # limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
 PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
@@ -26,7 +26,7 @@ Into = tuple[Tensor | None, ...]
 # a view without its tensor: index of the tensor, strides of B and S, sizes and strides (L, G, …), offset
 View = tuple[int, int, int, tuple[int, ...], tuple[int, ...], int]
 _MOST_GEOMETRIES = 8192
-_NO_MASK = Mask()
+_NO_MASK, _ALL = Mask(), slice(None)
 _geometries: dict[Hashable, object] = {}
 
 
@@ -155,6 +155,11 @@ def results_like(tensors: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor
     return tuple(
         [torch.empty(x.shape, dtype=x.dtype, device=x.device) if to is None else to for x, to in zip(tensors, places, strict=True)]
     )
+
+
+def narrowed(tensors: tuple[Tensor, ...], num_heads: int, heads: Range, batch: slice = _ALL, positions: slice = _ALL) -> tuple[Tensor, ...]:
+    """Returns views of some batch entries, positions and heads, or of the corresponding key/value heads where a tensor has only those."""
+    return tuple([x[batch, positions, slice(*[head * x.shape[2] // num_heads for head in heads])] for x in tensors])
 
 
 def copied_into(results: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:

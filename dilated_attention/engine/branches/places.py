@@ -1,20 +1,25 @@
 """Where the branches' results wait, and what combines them: the same places (``backends/tiles/table.py``) and kernels for both runners.
 
 A branch of rate 1 that every head runs needs no places: its kernel writes into the result itself (the "direct" branch).
+
+A call is cut into chunks, so that results that wait take bounded memory, however long the sequence is: heads are independent of each other,
+and so are ranges of positions that begin and end at a segment boundary of every branch. So a call is cut into chunks of heads × positions,
+each of which is a separate call on views.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from dilated_attention.backends.hardware import keep_for_graph, on_device
 from dilated_attention.backends.tiles.table import Walk, counts_of, place_of, share_keys
-from dilated_attention.engine.branches.launches import View
-from dilated_attention.engine.branches.problems import Problem, Range, Shape
+from dilated_attention.engine.branches.launches import PART_BYTES, View
+from dilated_attention.engine.branches.problems import Problem, Range, Shape, offsets_of, whole_shape
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
 
@@ -30,17 +35,10 @@ class Layout(NamedTuple):
         return counts_of(self.walk, False).num_places
 
 
-# what does not follow the length is made once: a length that was not before waits for the host
-@functools.lru_cache(maxsize=256)
-def _offsets_of(pattern: DilatedPattern, num_heads: int, heads: Range) -> tuple[tuple[int, ...], ...]:
-    """Returns the offset of each branch and query head [first, last)."""
-    return tuple([row[slice(*heads)] for row in pattern.offsets(num_heads)])
-
-
 @functools.lru_cache(maxsize=256)
 def layout_of(pattern: DilatedPattern, shape: Shape, keeps_parts: bool, heads: Range) -> Layout:
     """Returns the layout of query heads [first, last). With ``keeps_parts``, per-branch outputs are saved, so no branch is direct."""
-    rows = _offsets_of(pattern, shape.num_heads, heads)
+    rows = tuple([row[slice(*heads)] for row in offsets_of(pattern, shape.num_heads)])
     documents = tuple([document for document in shape.documents if document[0] < document[1]])
     everywhere = [b for b, (_, rate) in enumerate(pattern.branches) if rate == 1 and NOT_IN_BRANCH not in rows[b]]
     shared = share_keys(rows, shape.num_heads // shape.num_kv_heads)
@@ -90,3 +88,87 @@ def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) 
         of_pattern = tables.starts, tables.lengths, tables.rates, p.offsets
         pointers = [*(x.data_ptr() for x in given), spans, *(x.data_ptr() for x in of_pattern)]
         p.launches[strides][0](pointers, lambda: (*given, tables.tensors()[0], *of_pattern), p.index)
+
+
+# a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more
+TRANSIENT_BYTES = 512 * 2**20
+# a backward makes three launches where a forward makes one, so its chunks must be larger to keep the GPU from waiting for the CPU
+BACKWARD_TRANSIENT_BYTES = 2 * TRANSIENT_BYTES
+TRANSIENT_SHARE = 0.05
+# number of chunks that are computed concurrently
+CONCURRENT_CHUNKS = 2
+
+
+class ChunkSizes(NamedTuple):
+    """Heads and positions of each chunk, and how many chunks are alive at once."""
+
+    heads: int
+    positions: int
+    concurrent: int = 1
+
+    def chunks(self, num_heads: int, num_positions: int) -> Iterator[tuple[Range, Range]]:
+        """Yields heads [first, last) and positions [first, last)."""
+        for start in range(0, num_positions, self.positions):
+            for head in range(0, num_heads, self.heads):
+                yield (head, min(head + self.heads, num_heads)), (start, min(start + self.positions, num_positions))
+
+
+def input_bytes(shape: Shape, size: tuple[int, int, int]) -> int:
+    """Returns the bytes of q, k and v. ``size``: see ``Plan``."""
+    batch, head_dim, itemsize = size
+    queries, keys = (last - first for first, last in (shape.queries, shape.keys))
+    return batch * (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * head_dim * itemsize
+
+
+def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:
+    return max(BACKWARD_TRANSIENT_BYTES if is_backward else TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
+
+
+def chunk_sizes(pattern: DilatedPattern, shape: Shape, size: tuple[int, int, int], is_backward: bool, at_places: bool = True) -> ChunkSizes:
+    """Returns the chunks of a pass of self-attention.
+
+    A forward keeps out in the inputs' dtype and a lse; a backward dq, dk and dv, and the launch on each stream accumulates dq in float32.
+
+    Args:
+        size: see ``Plan``.
+        at_places: of a backward; otherwise it runs problem by problem.
+    """
+    batch, head_dim, itemsize = size
+    width, budget = head_dim * itemsize, transient_budget(input_bytes(shape, size), is_backward=is_backward)
+    if not is_backward:
+        return make_chunk_sizes(pattern, shape, batch * (width + 4), budget)
+    budget -= CONCURRENT_CHUNKS * PART_BYTES["cuda"]
+    if at_places:
+        return make_chunk_sizes(pattern, shape, batch * 3 * width, budget)
+    # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as a branch that covers every row
+    everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
+    return make_chunk_sizes(everything, shape, batch * 3 * head_dim * 4, budget)
+
+
+def make_chunk_sizes(pattern: DilatedPattern, shape: Shape, row_bytes: int, budget: int) -> ChunkSizes:
+    """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
+
+    Args:
+        row_bytes: bytes that a part keeps for one position of one head, of all batch entries.
+    """
+    (_, num_positions), num_heads, num_kv_heads = shape.queries, shape.num_heads, shape.num_kv_heads
+    group = num_heads // num_kv_heads
+
+    def part_bytes(heads: int, positions: int) -> int:
+        shape = whole_shape(num_heads, num_heads, positions, False)
+        return heads * layout_of(pattern, shape, False, (0, heads)).num_places * row_bytes
+
+    if part_bytes(num_heads, num_positions) <= budget:
+        return ChunkSizes(num_heads, num_positions)
+    budget //= CONCURRENT_CHUNKS
+    # positions after which all branches begin a segment; with zero keys, padding depends on N
+    period = num_positions if pattern.tail == "zero_keys" else min(num_positions, math.lcm(*pattern.segment_lengths))
+    per_period = part_bytes(num_heads, period)
+    if period < num_positions and per_period <= budget:
+        return ChunkSizes(num_heads, period * (budget // per_period), CONCURRENT_CHUNKS)
+    kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
+    # the same number of chunks, but of equal size
+    kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
+    # one at a time where two of the smallest chunks are too many
+    fits = part_bytes(kv_heads * group, period) <= budget
+    return ChunkSizes(kv_heads * group, period, CONCURRENT_CHUNKS if fits else 1)

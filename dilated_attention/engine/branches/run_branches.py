@@ -19,7 +19,6 @@ from dilated_attention.backends.base import Options, Views, accumulation_dtype, 
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.engine.branches import places
-from dilated_attention.engine.branches.chunking import CallSizes, Chunk, ChunkSizes, chunk_sizes
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
     Into,
@@ -30,11 +29,12 @@ from dilated_attention.engine.branches.launches import (
     launches_of,
     masked,
     masks_of,
+    narrowed,
     rows_of,
     without_padding,
 )
-from dilated_attention.engine.branches.places import Layout, layout_of, view_of
-from dilated_attention.engine.branches.problems import Problem, Problems, problems_of, whole_shape
+from dilated_attention.engine.branches.places import ChunkSizes, Layout, chunk_sizes, layout_of, view_of
+from dilated_attention.engine.branches.problems import Problem, Problems, Range, problems_of, whole_shape
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 
@@ -44,22 +44,22 @@ CONCURRENT_LAUNCHES = 3
 
 
 class Part(NamedTuple):
-    """A chunk.
+    """A chunk: heads [first, last) and positions [first, last).
 
     Args:
         concurrent: number of chunks that run concurrently. Launches of a chunk beside another one run one by one.
     """
 
-    chunk: Chunk
+    heads: Range
+    positions: Range
     problems: Problems
     concurrent: int
 
     def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
-        """Returns views of its positions and heads, or of the corresponding key/value heads where a tensor has only those."""
-        heads, positions = self.chunk
-        if heads == (0, num_heads) and positions == (0, tensors[0].shape[1]):
+        """See ``narrowed``."""
+        if self.heads == (0, num_heads) and self.positions == (0, tensors[0].shape[1]):
             return tensors
-        return tuple([x[:, slice(*positions), slice(*[head * x.shape[2] // num_heads for head in heads])] for x in tensors])
+        return narrowed(tensors, num_heads, self.heads, positions=slice(*self.positions))
 
 
 def forward(
@@ -108,19 +108,18 @@ def has_own_keys(plan: Plan) -> bool:
 
 
 def _chunk_sizes(plan: Plan, at_places: bool) -> ChunkSizes:
-    (B, D, e), shape = plan.size, plan.shape
+    shape = plan.shape
     if plan.is_saved and at_places:
         # saved outputs are those of all branches, in one part
         return ChunkSizes(shape.num_heads, shape.queries[1])
-    sizes = CallSizes(B, shape.queries[1], shape.num_heads, shape.num_kv_heads, D, e)
-    return chunk_sizes(plan.pattern, sizes, plan.is_backward, at_places)
+    return chunk_sizes(plan.pattern, shape, plan.size, plan.is_backward, at_places)
 
 
 def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *, at_places: bool = True) -> None:
     def make() -> list[Part]:
         sizes = _chunk_sizes(plan, at_places)
         chunks = list(sizes.chunks(plan.shape.num_heads, plan.shape.queries[1]))
-        return [_part_of(plan, chunk, min(sizes.concurrent, len(chunks))) for chunk in chunks]
+        return [_part_of(plan, *chunk, min(sizes.concurrent, len(chunks))) for chunk in chunks]
 
     parts = plan.once(("parts", at_places), make)
     with Streams(device, parts[0].concurrent if plan.backend.capabilities.concurrent else 1) as streams:
@@ -130,25 +129,25 @@ def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *,
                 run(part)
 
 
-def _part_of(plan: Plan, chunk: Chunk, concurrent: int = 1) -> Part:
-    positions, shape = chunk.positions[1] - chunk.positions[0], plan.shape
-    if chunk.heads != (0, shape.num_heads) or chunk.positions != shape.queries:
-        whole = 0, positions
-        shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=chunk.heads)
-    return Part(chunk, problems_of(plan.pattern, shape), concurrent)
+def _part_of(plan: Plan, heads: Range, positions: Range, concurrent: int = 1) -> Part:
+    shape = plan.shape
+    if heads != (0, shape.num_heads) or positions != shape.queries:
+        whole = 0, positions[1] - positions[0]
+        shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=heads)
+    return Part(heads, positions, problems_of(plan.pattern, shape), concurrent)
 
 
 def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
     """Returns where results of a chunk wait. Its batch entries are documents: a branch's segments follow those of the entry before, so that
     one launch takes all of them."""
-    (B, _, _), H, (first, last) = plan.size, plan.shape.num_heads, part.chunk.positions
+    (B, _, _), H, (first, last) = plan.size, plan.shape.num_heads, part.positions
     documents = tuple(itertools.pairwise(range(0, B * (last - first) + 1, last - first)))
     shape = whole_shape(H, H, documents[-1][1], False)._replace(documents=documents)
-    return layout_of(plan.pattern, shape, keeps_parts, part.chunk.heads)
+    return layout_of(plan.pattern, shape, keeps_parts, part.heads)
 
 
 def _masks_of(masks: Masks, part: Part) -> Masks:
-    return masks if masks.padding is None else Masks(masks.padding[:, slice(*part.chunk.positions)])
+    return masks if masks.padding is None else Masks(masks.padding[:, slice(*part.positions)])
 
 
 def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, saved: Tensor | None) -> None:
@@ -245,7 +244,7 @@ def _on_streams(
         elsewhere: where rows of a tensor are instead, by its index (``view_of``).
         whole: a launch allocates nothing in addition to its results.
     """
-    device, (heads, positions) = tensors[0].device, part.chunk
+    device, heads, positions = tensors[0].device, part.heads, part.positions
     tensors = tensors + masks_of(masks, 0.0, (0, 0), 0, device)
 
     def make() -> list[tuple[Launch, ...]]:
@@ -275,7 +274,7 @@ def terms(plan: Plan) -> Terms:
     own_keys = not plan.is_backward or has_own_keys(plan)
     sizes, keeps_parts = _chunk_sizes(plan, own_keys), plan.is_saved and not plan.is_backward
     heads, positions = min(sizes.heads, H), min(sizes.positions, N)
-    part = _part_of(plan, Chunk((0, heads), (0, positions)))
+    part = _part_of(plan, (0, heads), (0, positions))
     row_bytes = 3 * D * e if plan.is_backward else D * e * (not keeps_parts) + a
     is_merged = keeps_parts or not plan.problems.single
     waiting = "parts", heads * _layout(plan, part, keeps_parts).num_places * row_bytes * is_merged

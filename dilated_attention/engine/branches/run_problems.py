@@ -14,7 +14,7 @@ Internal layout: x (B, N, H, D), lse (B, N, H); P = batch × segments of a launc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -37,6 +37,7 @@ from dilated_attention.engine.branches.launches import (
 )
 from dilated_attention.engine.branches.problems import Problems
 from dilated_attention.engine.plan import Plan, Tensors, Terms
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # kernels pad the rows of their sums to a multiple of this
 _TILE = 128
@@ -120,7 +121,7 @@ def run_backward(plan: Plan, problems: Problems, tensors: Tensors, masks: Masks,
     # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if plan.settings.detached and not problems.single:
-        for separate, part in problems.branches():
+        for separate, part in plan.once(("branches", id(problems)), lambda: list(problems.branches())):
             # the mixing weights are constants, so each branch's δ comes from its own output; softmax weights stay exp(s − merged lse)
             branch_out, _ = run_forward(plan, separate, q, k, v, masks)
             _add_shares(plan, part, (dq, dk, dv), (dout, q, k_, v_, branch_out, lse), masks, None)
@@ -153,8 +154,8 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
         # positions in the whole sequence, so that a cut does not change the position of a query row
         first, last = plan.position_offset, plan.position_offset + max(settings.query_offset + q.shape[1], k.shape[1])
         tensors += masks_of(masks, settings.dropout_p, (first, last), k.shape[0], q.device)
-    # a chunk, and in a detached backward each branch, has launches of its own
-    key = letters, problems.problems
+    # a chunk, and in a detached backward each branch, has launches of its own; the plan holds all of these
+    key = letters, id(problems)
     made: Sequence[Launch] | None = plan.made.get(key)
     if made is None:
         rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0, masks.bias is not None)
@@ -164,29 +165,20 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
     return tensors, made
 
 
-def shares(backend: Backend, tensors: Tensors, options: Options, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    """Returns a launch's shares (dq, dk, dv), including that of a gradient of lse.
+def shares(backend: Backend, tensors: Tensors, options: Options, dlse: Tensor | None, keys: BlockLists | None = None) -> tuple[Tensor, ...]:
+    """Returns a launch's shares (dq, dk, dv), in the inputs' dtype or float32 (float64), including that of a gradient of lse.
 
-    ``tensors`` are dout, q, k, v, out and lse; lse and ``dlse`` are (P, G, L).
+    ``tensors`` are dout, q, k, v, out and lse; lse and ``dlse`` are (P, G, L). ``keys``: the lists of a block pattern.
+
+    dS = P ∘ (dout·vᵀ − rowsum(dout ∘ out)) becomes P ∘ dlse for v = 0, dout = (1, 1, 0, …), out = (−dlse, 0, …): so a backend that takes no
+    gradient of lse computes what it adds to dq and dk. The second component of out carries what the first one loses in half precision.
     """
     dout, q, k, v, out, lse = tensors
     native = dlse if backend.capabilities.lse_grad else None
-    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, dlse=native)
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, options, keys, dlse=native)
     if dlse is native:
         return dq, dk, dv
     assert dlse is not None
-    more_dq, more_dk = lse_share(backend.backward, q, k, lse, dlse, options)
-    return dq + more_dq, dk + more_dk, dv
-
-
-def lse_share(
-    backward: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Computes what a gradient of lse adds to dq and dk, with a ``Backend.backward`` that takes none. lse and dlse are (P, G, L).
-
-    dS = P ∘ (dout·vᵀ − rowsum(dout ∘ out)) becomes P ∘ dlse for v = 0, dout = (1, 1, 0, …), out = (−dlse, 0, …). The second
-    component of out carries what the first one loses in half precision.
-    """
     dlse_PLG = dlse.transpose(1, 2)
     ones = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     values = torch.zeros_like(ones)
@@ -196,8 +188,10 @@ def lse_share(
         ones[..., 1] = 1
         values[..., 1] = -dlse_PLG - values[..., 0].to(dlse.dtype)
     no_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
-    dq, dk, _ = backward(ones, q, k, no_v, values, lse, options=replace(options, dropout=None))
-    return dq, dk
+    more_dq, more_dk, _ = backend.backward(ones, q, k, no_v, values, lse, replace(options, dropout=None), keys)
+    # lists are long: their shares are summed once more
+    acc = dq.dtype if keys is None else accumulation_dtype(q.dtype)
+    return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
 
 
 def terms(plan: Plan) -> Terms:

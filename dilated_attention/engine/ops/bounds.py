@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,15 +19,8 @@ from dilated_attention.engine.ops.transforms import each
 _MOST_READ = 64
 
 
-class _Read(NamedTuple):
-    """What was read from a tensor on a GPU. ``there`` and ``here`` are copies of its values, on the GPU and on the CPU."""
-
-    tensor: weakref.ref[torch.Tensor]
-    there: torch.Tensor
-    here: torch.Tensor
-
-
-_reads: dict[tuple[int, ...], _Read] = {}
+# a tensor on a GPU, and copies of its values there and on the CPU
+_reads: dict[tuple[int, ...], tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
 
 
 def own_bounds(cu_seqlens: torch.Tensor, *, eager: bool, on_host: bool = True) -> torch.Tensor:
@@ -71,19 +64,19 @@ def remembered(cu_seqlens: torch.Tensor) -> torch.Tensor:
     # a tensor made in inference mode has no version counter
     key = () if cu_seqlens.is_inference() else (id(cu_seqlens), cu_seqlens._version, cu_seqlens.data_ptr(), cu_seqlens.numel())
     read = _reads.get(key)
-    if read is not None and read.tensor() is cu_seqlens:
+    if read is not None and read[0]() is cu_seqlens:
         torch._assert_async(
-            (cu_seqlens == read.there).all(),
+            (cu_seqlens == read[1]).all(),
             "cu_seqlens was written where torch does not see it (.data, dlpack, another library or a replayed graph) after a call had read "
             "it; write it by an operation of torch, cu_seqlens.copy_(…), or give a new tensor",
         )
-        return read.here
+        return read[2]
     there = cu_seqlens.detach().clone()
     here = there.to("cpu", torch.int64)
     if key:
         if len(_reads) >= _MOST_READ:
             _reads.clear()
-        _reads[key] = _Read(weakref.ref(cu_seqlens), there, here)
+        _reads[key] = weakref.ref(cu_seqlens), there, here
     return here
 
 

@@ -4,11 +4,15 @@
     backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv, dslopes, dsinks)
 
 Dilated, block-sparse and distributed attention differ only in the ``ResolvedCall`` that computes a call. If no tracer, transform or
-profiler needs to see the op (``eager.py``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as torch.library
-defines it. torch.library defines nothing for ``grad``, ``vjp``, ``vmap`` and the like, so under these the op is an autograd function
-that is made here. Forward mode is refused, because a tangent would otherwise be dropped silently.
+profiler needs to see the op (``transforms.is_eager``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as
+torch.library defines it. torch.library defines nothing for ``grad``, ``vjp``, ``vmap`` and the like, so under these the op is an autograd
+function that is made here. Forward mode is refused, because a tangent would otherwise be dropped silently.
 
 A selective-checkpointing policy should list the forward ops as must-save, e.g. ``torch.ops.dilated_attention.dilated_attention``.
+
+FLOPs, for torch.utils.flop_counter: pairs of a block pattern are counted from the lists that kernels read, so packed documents and chosen
+blocks are counted exactly; tensors without values (fake, meta) count as a single document. For dilated branches, packed documents count as
+one sequence.
 """
 
 from __future__ import annotations
@@ -17,15 +21,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends import detect
 from dilated_attention.backends.base import new_lse
-from dilated_attention.engine.ops.prepare import fuses, new_like, saved_elements
+from dilated_attention.engine.branches.problems import Shape, problems_of
+from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
+from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, fuses, new_like, saved_elements
 from dilated_attention.engine.ops.resolve import INPUTS, Optional, ResolvedCall, ResolvedDilated, Tensors, gradient_of_out, resolve
-from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, ResolvedUnion, resolve_blocks
+from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, ResolvedUnion, pieces_of, resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms
 from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept, Tensor? coordinates, Tensor? slopes, Tensor? sinks"
@@ -170,3 +179,64 @@ block_sparse_dilated_attention_op = define_attention(
     resolve_blocks,
     "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities",
 )
+
+
+def kept_pairs(lists: BlockLists, front: int = 0) -> int:
+    """Counts the (query, key) pairs that lists keep, over all their groups, without the first ``front`` queries."""
+    row, column = lists.row_of_entry % lists.num_rows, lists.columns.long()
+    low = torch.where(row == 0, front, 0)
+    high = (lists.num_queries - row * lists.q_block).clamp(max=lists.q_block)
+    width = (lists.num_keys - column * lists.k_block).clamp(max=lists.k_block)
+    masks = torch.full_like(column, -1) if lists.masks is None else lists.masks.long()
+    # many blocks share a mask, and nearly all use the whole of it
+    kinds, times = torch.stack((masks, low, high, width), 1).unique(dim=0, return_counts=True)
+    total = 0
+    for (mask, first, last, end), number in zip(kinds.tolist(), times.tolist(), strict=True):
+        pairs = (last - first) * end if mask < 0 else int(unpacked(lists.bits[mask])[first:last, :end].sum())
+        total += pairs * number
+    return total
+
+
+def _block_pairs(tensors: dict[str, Any], settings: CallSettings) -> int:
+    """Counts the pairs of the whole batch."""
+    q, k = tensors["q"], tensors["k"]
+    cu_seqlens, kept = (
+        None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (tensors["cu_seqlens"], tensors["kept"])
+    )
+    pattern = pattern_from_spec(settings.blocks)
+    (B, Nq, H), Nk = q.shape[:3], k.shape[1]
+    if pattern.is_chosen and kept is None:
+        return B * pattern.pairs(Nk, H, is_causal=settings.is_causal) * Nq // Nk
+    documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
+    device = torch.device("cpu") if q.is_meta or isinstance(q, FakeTensor) else q.device
+    total = 0
+    for _, _, front, lists in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):
+        total += kept_pairs(lists, front) * (B // lists.num_batch) * (H // lists.num_heads)
+    return total
+
+
+def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:
+    """Returns the formula of ops that take ``per_pair`` · D operations for a pair."""
+
+    def flops(*arguments: Any, **_: Any) -> int:
+        inputs = (*arguments[2:5], *arguments[8:]) if is_backward else arguments
+        tensors, settings = dict(zip(INPUTS, inputs, strict=False)), settings_of(*inputs[len(INPUTS) :])
+        q, k = tensors["q"], tensors["k"]
+        if not q.numel():
+            return 0
+        pairs = _block_pairs(tensors, settings) if settings.blocks else 0
+        if settings.branches is not None:
+            first, end = settings.query_offset, k.shape[1]
+            # a window as those kernels compute it that have none of their own
+            of_one = q.shape[2], k.shape[2], (first, first + q.shape[1]), (0, end), ((0, end),)
+            shape = Shape(*of_one, settings.is_causal, settings.window_sides, WINDOW_BLOCK)
+            pairs += q.shape[0] * problems_of(settings.pattern, shape).pairs
+        return per_pair * q.shape[3] * pairs
+
+    return flops
+
+
+for _op in (dilated_attention_op, block_sparse_attention_op, block_sparse_dilated_attention_op):
+    # in the backward five matrix products, one of which computes the forward's scores again
+    for _of, _formula_of in ((_op._name, _formula(4, False)), (f"{_op._name}_backward", _formula(10, True))):
+        register_flop_formula(getattr(torch.ops.dilated_attention, _of), get_raw=True)(_formula_of)

@@ -20,11 +20,11 @@ from dilated_attention.backends.hardware import keep_for_graph
 from dilated_attention.backends.tiles.sizes import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.oom import explain_shortage
+from dilated_attention.engine.memory import explain_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
-from dilated_attention.engine.ops.eager import dispatched_alike, is_eager
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.engine.plan import Plan
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
@@ -60,8 +60,6 @@ class ResolvedCall(ABC):
     """
 
     name: ClassVar[str]
-    # whether a record serves calls of all lengths and batch sizes
-    any_length: ClassVar[bool] = True
     settings: CallSettings
     device_type: str
     documents: tuple[Range, ...] | None = None
@@ -72,7 +70,13 @@ class ResolvedCall(ABC):
 
     @abstractmethod
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """Returns the outputs. out (B, Nq, H, D) and lse (B, H, Nq) are contiguous."""
+        """Returns the outputs. out (B, Nq, H, D) and lse (B, H, Nq) are contiguous. In one process there is at least one query, and the
+        record knows the documents.
+
+        Raises:
+            BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
+                kernel accepts.
+        """
 
     @abstractmethod
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
@@ -80,7 +84,13 @@ class ResolvedCall(ABC):
 
     def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """``forward`` and the sinks, without autocast, and with an explanation if memory runs out."""
-        out, lse, saved = self._run(self.forward, (*inputs[:7], bias_of(inputs, self.settings.query_offset)), inputs)
+        q, k, cu_seqlens, slopes, is_local = inputs[0], inputs[1], inputs[4], inputs[8], not self.settings.sharding
+        call = self.with_documents(cu_seqlens, k.shape[1]) if cu_seqlens is not None and is_local else self
+        if is_local and not q.numel():
+            out, lse, saved = new_like(q), new_lse(q).fill_(-torch.inf), None
+        else:
+            bias = None if slopes is None else bias_of(inputs, self.settings.query_offset)
+            out, lse, saved = call._run(call.forward, (*inputs[:7], bias), inputs)
         if inputs[-1] is not None:
             add_sinks_(out, lse, inputs[-1])
         return out, lse, saved
@@ -94,9 +104,13 @@ class ResolvedCall(ABC):
         Args:
             of_slopes, of_sinks: whether their gradients are needed, where there are any.
         """
-        bias = bias_of(inputs, self.settings.query_offset, of_slopes)
-        grads = self._run(self.backward, (dout, dlse, (*inputs[:7], bias), outputs), inputs, (dout, dlse, *outputs))
-        slopes, sinks = inputs[-2:]
+        q, k, cu_seqlens, slopes, sinks, is_local = inputs[0], inputs[1], inputs[4], *inputs[-2:], not self.settings.sharding
+        call = self.with_documents(cu_seqlens, k.shape[1]) if cu_seqlens is not None and is_local else self
+        bias = None if slopes is None else bias_of(inputs, self.settings.query_offset, of_slopes)
+        if is_local and not q.numel():
+            grads = tuple([new_like(x).zero_() for x in inputs[:3]])
+        else:
+            grads = call._run(call.backward, (dout, dlse, (*inputs[:7], bias), outputs), inputs, (dout, dlse, *outputs))
         of_bias = None if bias is None or bias.gradient is None else bias.gradient.to(slopes.dtype)
         return *grads, of_bias, sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks) if sinks is not None and of_sinks else None
 
@@ -142,11 +156,6 @@ class ResolvedCall(ABC):
             self.packed[key] = record
         return record
 
-    def keep_pass(self, key: tuple[Any, ...], found: Any) -> None:
-        if len(self.passes) >= MOST_PASSES:
-            self.passes.clear()
-        self.passes[key] = found
-
 
 class DirectAttention(torch.autograd.Function):
     """The autograd function of a call outside the dispatcher, the same one for every op."""
@@ -190,42 +199,15 @@ def gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch
 
 
 class LocalCall(ResolvedCall):
-    """Calls of one process: packed documents are read here, and a call without queries has nothing to compute.
-
-    ``passes`` holds how a pass runs (``make_pass``) on tensors of some shapes and strides.
-    """
-
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """Returns the outputs.
-
-        Raises:
-            BackendUnavailable: no backend can compute it. By then nothing is allocated except copies of tensors whose strides no
-                kernel accepts.
-        """
-        q, k, _, _, cu_seqlens, *_ = inputs
-        record = self if cu_seqlens is None else self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q), new_lse(q).fill_(-torch.inf), None
-        return record.compute_forward(*inputs)
-
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        q, k, v, _, cu_seqlens, *_ = inputs
-        record = self if cu_seqlens is None else self.with_documents(cu_seqlens, k.shape[1])
-        if not q.numel():
-            return new_like(q).zero_(), new_like(k).zero_(), new_like(v).zero_()
-        return record.compute_backward(dout, dlse, inputs, outputs)
+    """Calls of one process. ``passes`` holds how a pass runs (``make_pass``) on tensors of some shapes and strides."""
 
     @abstractmethod
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
-        """``forward`` of a record that knows the documents, with at least one query."""
+    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, Any]:
+        """Decides how a pass runs on these tensors. Returns that, and what is kept of it for later passes, or None."""
 
-    @abstractmethod
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        """``backward`` of a record that knows the documents, with at least one query."""
-
-    @abstractmethod
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Any:
-        """Decides how a pass runs on these tensors and keeps what later passes can use; that has a method ``again``."""
+    def remembered(self, key: tuple[Any, ...]) -> Any:
+        """Returns how a pass runs on tensors like earlier ones, or None."""
+        return self.passes.get(key)
 
     def ready(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Tensors, Any]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
@@ -234,24 +216,26 @@ class LocalCall(ResolvedCall):
             tensors: q, k, v, and in a backward dout and out.
             more: what ``make_pass`` depends on in addition.
         """
-        plan = None
+        plan: Any = None
+        key: tuple[Any, ...] = ()
         for _ in range(2):
             # strides do not include addresses, which must be aligned too
             if self.device_type != "cuda" or all_aligned([x.data_ptr() for x in tensors]):
-                plan = self.passes.get(key_of(tensors))
-                if plan is not None and (plan := plan.again()) is not None:
+                key = (tensors[0].shape, tensors[1].shape, *[x.stride() for x in tensors])
+                plan = self.remembered(key)
+                if plan is not None:
                     break
             if self.device_type != "cuda" and all([x.stride(-1) == 1 for x in tensors]):  # noqa: C419 - a generator takes longer
                 break
             tensors = tuple([kernel_ready(x) for x in tensors])
         if plan is None:
-            plan = self.make_pass(tensors, padding, seed, more)
+            plan, kept = self.make_pass(tensors, padding, seed, more)
+            if kept is not None:
+                if len(self.passes) >= MOST_PASSES:
+                    self.passes.clear()
+                self.passes[key] = kept
         keep_for_graph(plan, self.device_type)
         return tensors, plan
-
-
-def key_of(tensors: Tensors) -> tuple[Any, ...]:
-    return (tensors[0].shape, tensors[1].shape, *[x.stride() for x in tensors])
 
 
 class ResolvedDilated(LocalCall):
@@ -259,25 +243,24 @@ class ResolvedDilated(LocalCall):
 
     name = "dilated_attention"
 
-    def compute_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
         q, k, v, padding, _, seed, _, bias = inputs
         (q, k, v), plan = self.ready((q, k, v), padding, seed, self.documents is None or self.saves_documents)
         saved = q.new_empty(plan.saved) if plan.saved else None
         return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), saved), saved
 
-    def compute_backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, _, bias), (out, lse, saved) = inputs, outputs
         saved = None if saved is None or not saved.numel() else saved
         (q, k, v, dout, out), plan = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
         tensors = dout, q, k, v, out, lse
         return plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, saved)  # type: ignore[no-any-return]
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> Plan:
-        """Returns the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
+    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Plan, Plan]:
+        """Makes the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
         plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=padding is not None, documents=self.documents, saved=more)
-        self.keep_pass(key_of(tensors), plan)
-        return plan
+        return plan, plan
 
 
 _NO_MASKS = Masks()
@@ -326,7 +309,8 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
 
 def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> Self:
     """Returns the record of calls like this one, which is made for the first of them."""
-    sizes = (q.shape[2:], k.shape[2:]) if kind.any_length else (q.shape, k.shape)
+    # in one process a record serves calls of all lengths and batch sizes
+    sizes = (q.shape, k.shape) if settings.sharding else (q.shape[2:], k.shape[2:])
     key = (kind, settings, sizes, q.dtype, q.device, padding is None)
     found = find(key, q.dtype)
     if found is None:

@@ -1,6 +1,11 @@
 """Defines what an op does under ``torch.func`` transforms and with forward-mode tangents, which torch.library does not cover.
 
 Both are handled in the dispatcher, so they apply however an op is reached: from a public function, inside a compiled graph, or directly.
+
+``is_eager`` decides whether a call may run outside the dispatcher: its tensors are plain, and no tracer or compiler needs to see one op.
+
+A custom op of torch.library costs some hundred microseconds of host time for forward and backward, which dominates short calls.
+Whatever traces, transforms, counts or profiles calls gets the op, and everything else gets its implementation.
 """
 
 from __future__ import annotations
@@ -10,13 +15,50 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
-from dilated_attention.engine.ops.eager import is_transformed
 from dilated_attention.engine.ops.settings import with_needs_grad
+
+# subclasses and fake tensors have other types
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_STRIDED = torch.strided
+
+
+def is_eager(tensors: Iterable[Any]) -> bool:
+    """Whether the implementation may be called on these tensors in place of the op. Pass all tensors of a call, without None.
+
+    It is False, as a constant, inside torch.compile. It is also False for objects that are not tensors, which later checks report.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if _len_torch_dispatch_stack() or is_transformed() or _get_tracing_state() is not None or _profiler_enabled():
+        return False
+    # the mode of torch.set_default_device alone does not affect existing tensors
+    if (modes := _len_torch_function_stack()) and (modes > 1 or type(_get_current_function_mode()) is not DeviceContext):
+        return False
+    for x in tensors:
+        # wrapped tensors left over from a transform, and tensors with a pending negation, need the dispatcher
+        if type(x) not in _PLAIN or x.layout is not _STRIDED or x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x) or x.is_neg():
+            return False
+    return True
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward mode is active. torch.compile treats it as a constant."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:
+    """Whether a gradient dispatches like a plain tensor. Only dispatch keys reveal batched gradients, and zeros without storage."""
+    return x is None or (type(x) in _PLAIN and torch._C._dispatch_keys(x) == torch._C._dispatch_keys(plain))
+
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _FRONT = "FuncTorchDynamicLayerFrontMode"
@@ -60,16 +102,16 @@ def on_tangents(op: Any, with_tangents: Callable[..., Any]) -> None:
 def folded(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """A vmap rule that folds the mapped dimension into the batch, the first dimension of every tensor with two or more dimensions."""
     first = [length for i, length in enumerate(args[0].shape) if i != in_dims[0]]
-    outputs = call(*(_fold(x, dim, size) if isinstance(x, torch.Tensor) else x for x, dim in zip(args, in_dims, strict=True)))
-    # tensors with fewer dimensions are the same for the whole batch
+
+    def fold(x: Any, dim: int | None) -> Any:
+        # tensors with fewer dimensions are the same for the whole batch
+        if not isinstance(x, torch.Tensor) or (dim is None and x.ndim < 2):
+            return x
+        return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    outputs = call(*map(fold, args, in_dims))
     split = tuple(x.unflatten(0, (size, first[0])) if x.ndim > 1 else x for x in outputs)
     return split, tuple(0 if x.ndim > 1 else None for x in outputs)
-
-
-def _fold(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    if dim is None and x.ndim < 2:
-        return x
-    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
 def each(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """Runs a whole call on the kernels that walk a table of tiles (``backends/tiles``): two launches forward, three backward.
 
-Results that wait for the merge or the sum have the same budget as elsewhere (``chunking.transient_budget``). If they would exceed it, heads
+Results that wait for the merge or the sum have the same budget as elsewhere (``places.transient_budget``). If they would exceed it, heads
 run one group after another. What runs at a time, and the scratch memory it takes, follow from shapes alone and do not need Triton.
 """
 
@@ -16,9 +16,8 @@ from torch import Tensor
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.sizes import Extent, scratch_bytes
 from dilated_attention.backends.tiles.table import counts_of
-from dilated_attention.engine.branches.chunking import transient_budget
-from dilated_attention.engine.branches.launches import Into, Masks, results_like, without_padding
-from dilated_attention.engine.branches.places import layout_of
+from dilated_attention.engine.branches.launches import Into, Masks, narrowed, results_like, without_padding
+from dilated_attention.engine.branches.places import input_bytes, layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 from dilated_attention.pattern import DilatedPattern
@@ -39,10 +38,8 @@ class Share(NamedTuple):
     prepared: Any
 
     def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
-        """Returns views of its batch entries and heads, or of the corresponding key/value heads where a tensor has only those."""
-        if self.whole:
-            return tensors
-        return tuple([x[slice(*self.batch), :, slice(*[h * x.shape[2] // num_heads for h in self.heads])] for x in tensors])
+        """See ``narrowed``."""
+        return tensors if self.whole else narrowed(tensors, num_heads, self.heads, slice(*self.batch))
 
     def rows(self, x: Tensor) -> Tensor:
         return x if self.whole else x[slice(*self.batch), slice(*self.heads)]
@@ -58,11 +55,10 @@ def head_bytes(
         detached: mixing is detached.
         is_saved: the per-branch outputs are saved from forward to backward.
     """
-    batch, head_dim, itemsize = size
+    _, head_dim, itemsize = size
     own, width = detached and pattern.num_branches > 1, head_dim * itemsize
     counts = counts_of(layout_of(pattern, shape, own if is_backward else is_saved, (0, shape.num_heads)).walk, False)
-    queries, keys = (last - first for first, last in (shape.queries, shape.keys))
-    budget = transient_budget(batch * (queries * shape.num_heads + 2 * keys * shape.num_kv_heads) * width)
+    budget = transient_budget(input_bytes(shape, size))
     if is_backward:
         # dq, dk, dv and per-branch outputs; δ and lse of each row
         return counts.num_places * width * (3 + own) + counts.all_places * 8, budget

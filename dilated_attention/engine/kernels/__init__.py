@@ -1,1 +1,0 @@
-"""Whole calls on this project's own kernels over tables of tiles."""
