@@ -16,10 +16,9 @@ import torch
 
 from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.models import LongNetConfig
-from dilated_attention.models.images.positions import grid_positions
 from dilated_attention.models.images.slide_config import SlideEncoderConfig, segment_lengths_of
 from dilated_attention.models.images.slide_encoder import SlideEncoder
-from dilated_attention.models.images.slides import collate_slides, tile_step, wrong_step
+from dilated_attention.models.images.slides import collate_slides, grid_positions, tile_step, wrong_step
 from tests.helpers import torchscale_reference as reference
 
 
