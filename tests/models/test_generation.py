@@ -43,7 +43,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     # on one process
     "ring_dilated": {"attention": "ring_dilated", **DILATED},
-    "ring": {"attention": "ring"},
     "ring_block_sparse": {"attention": "ring_block_sparse", "block_pattern": WINDOW},
 }
 N = 110
@@ -206,17 +205,8 @@ def test_a_cache_holds_what_can_be_read_and_says_so() -> None:
     with pytest.raises(RuntimeError, match="needs 25 more pages of 4 positions"):
         pages.free(1)
         lm(tokens_of(1, 100), cache=pages.of(1))
-
-
-def test_a_pass_that_found_no_page_may_be_tried_again() -> None:
-    lm = frozen("llama")
-    requests = Requests(lm, PagedKVCache(lm.config, 2, 60, page_size=4, num_pages=11))
-    requests.read(1, 20)
-    requests.read(0, 6)
-    with pytest.raises(RuntimeError, match="free a request"):
-        requests.read(0, 34)
-    requests.cache.free(1)
-    requests.read(0, 33)
+    # what found no page may be tried again
+    prefill(lm, tokens_of(1, 30), pages.of(1))
 
 
 def test_a_pass_of_another_size_or_that_has_ended_is_refused() -> None:

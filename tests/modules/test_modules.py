@@ -155,12 +155,6 @@ def test_rotation_keeps_its_accuracy_at_far_positions(dtype: torch.dtype) -> Non
     torch.testing.assert_close(ours.double(), rotated(x.double(), positions, 10000.0), rtol=0, atol=3e-6)
 
 
-def test_half_precision_is_rotated_in_float32() -> None:
-    x, positions = make_x(1, 8)[..., None, :].bfloat16(), torch.arange(1000, 1008)
-    assert turn(x, positions).dtype is torch.bfloat16
-    assert torch.equal(turn(x, positions), turn(x.float(), positions).bfloat16())
-
-
 @pytest.mark.parametrize("make", [lambda **s: DilatedAttention(LENGTHS, RATES, **s), make_layer], ids=["dilated", "multihead"])
 def test_dropout_acts_in_training_only_and_repeats_under_a_seed(make: Any) -> None:
     module, without = make(dropout=0.5), make()
@@ -236,12 +230,6 @@ def test_a_layer_on_meta_is_built_then_filled_as_if_built_at_once() -> None:
     built.reset_parameters()
     for (name, ours), (_, theirs) in zip(layer.named_parameters(), built.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-
-
-def test_device_and_dtype_reach_every_parameter() -> None:
-    layer = MultiheadDilatedAttention(16, 4, LENGTHS, RATES, qk_norm=True, rotary=True, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
-    assert layer(make_x(dtype=torch.bfloat16))[0].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("settings", [{}, {"qk_norm": True, "rotary": True}], ids=str)
@@ -441,20 +429,3 @@ def test_padding_of_torchs_layers_compiles() -> None:
     assert torch.equal(compiled(make_x(), key_padding_mask=floating)[0], layer(make_x(), key_padding_mask=PADDING)[0])
     with pytest.raises(RuntimeError, match="values other than 0 and -inf"):
         compiled(make_x(), key_padding_mask=floating + 1)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("bias", [True, False])
-def test_one_whole_segment_without_layer_norm_is_torchs_multihead_attention(bias: bool, is_causal: bool) -> None:
-    layer = make_layer(segment_lengths=[64], dilation_rates=[1], layer_norm=False, bias=bias)
-    theirs = nn.MultiheadAttention(16, 4, bias=bias, batch_first=True, dtype=torch.float64)
-    projections = [layer.q_proj, layer.k_proj, layer.v_proj]
-    state = {"in_proj_weight": torch.cat([p.weight for p in projections]), "out_proj.weight": layer.out_proj.weight}
-    if bias:
-        state |= {"in_proj_bias": torch.cat([p.bias for p in projections]), "out_proj.bias": layer.out_proj.bias}
-    theirs.load_state_dict(state)
-    query, key, value = (make_x(seed=i) for i in range(3))
-    mask = torch.ones(14, 14, dtype=torch.bool).triu(1) if is_causal else None
-    reference, _ = theirs(query, key, value, key_padding_mask=PADDING, attn_mask=mask, need_weights=False)
-    ours, _ = layer(query, key, value, key_padding_mask=PADDING, is_causal=is_causal, need_weights=False)
-    torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
