@@ -171,10 +171,9 @@ def prefill(model: LanguageModel, tokens: torch.Tensor, cache: KVCache, *, chunk
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
     check_ids("tokens", tokens, model.embedding)
     for part in tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1):
-        # begun before anything that can fail: a prompt that was cut off is refused, too
-        cache_pass = model.decoder.begin(part.shape[0], part.shape[1], cache)
-        logits = F.linear(model.hidden(part, cache=cache_pass)[:, -1], model.output_weight)
-        cache_pass.end()
+        # around all that can fail: a prompt that was cut off is refused, too
+        with model.decoder.reading(cache, part) as cache_pass:
+            logits = F.linear(model.hidden(part, cache=cache_pass)[:, -1], model.output_weight)
     return logits
 
 

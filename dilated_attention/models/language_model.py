@@ -109,7 +109,7 @@ class LongNetLM(Pretrained):
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: KVCache | CachePass | None = None,
+        cache: KVCache | None = None,
         **options: Unpack[PaddingOptions],
     ) -> torch.Tensor:
         """Computes the logits, or the loss if ``targets`` are given.
@@ -150,14 +150,13 @@ class LongNetLM(Pretrained):
                 )
             targets = targets if padding is None else targets.masked_fill(padding, -100)
             check_range("targets", targets, self.config.vocab_size, ignore_index=-100)
-        cache_pass = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
-        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache_pass, key_padding_mask=padding)
+        if cache is not None:
+            # memory may run out for the logits, too
+            with self.decoder.reading(cache, tokens, cu_seqlens) as cache_pass:
+                return F.linear(self.hidden(tokens, seq_len=seq_len, cache=cache_pass), self.output_weight)
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, key_padding_mask=padding)
         if targets is None:
-            logits = F.linear(hidden, self.output_weight)
-            # memory may run out for the logits, so the pass only ends once they are computed
-            if cache_pass is not None and cache_pass is not cache:
-                cache_pass.end()
-            return logits
+            return F.linear(hidden, self.output_weight)
         return sharded_cross_entropy(hidden, self.output_weight, targets, group="" if self.ring is None else self.ring.group_name)
 
     def hidden(

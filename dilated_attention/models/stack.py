@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -107,7 +108,7 @@ class LongNetStack(nn.Module):
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
             seq_len: N if processes share the sequence; None: they ask each other, once for all blocks.
             cache: a cache (causal stacks only): x then holds new positions only, which attend to those in the cache and are added to it. It
-                may also be a pass that has been begun; it is not ended here.
+                may also be a pass that goes on.
             all_layers: also return the input of the first block and the output of each, before the last norm.
             options: attention_mask, key_padding_mask: see ``models.padding.PaddingOptions``.
 
@@ -125,7 +126,11 @@ class LongNetStack(nn.Module):
                 # not self(…): hooks, such as those of FSDP, have run
                 packed = self.forward(rows.pack(x), cu_seqlens=rows.cu_seqlens, all_layers=all_layers)
                 return (rows.unpack(packed[0]), [rows.unpack(y) for y in packed[1]]) if all_layers else rows.unpack(packed)
-        cache_pass = None if cache is None else self.begin(x.shape[0], x.shape[1], cache, cu_seqlens)
+        if isinstance(cache, CachePass):
+            self._check_cache(cache.cache, cu_seqlens)
+        elif cache is not None:
+            with self.reading(cache, x, cu_seqlens) as cache_pass:
+                return self.forward(x, seq_len=seq_len, all_layers=all_layers, cache=cache_pass)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
@@ -146,8 +151,8 @@ class LongNetStack(nn.Module):
                     if is_lean(block, Block):
                         block.compile_ahead(x)
         for block in blocks:
-            if cache_pass is not None:
-                x = block(x, cache=cache_pass)
+            if cache is not None:
+                x = block(x, cache=cache)
             elif recomputes:
                 x = checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False)
             else:
@@ -155,12 +160,14 @@ class LongNetStack(nn.Module):
             if all_layers:
                 states.append(x)
         x = x if self.norm is None else self.norm(x)
-        if cache_pass is not None and cache_pass is not cache:
-            cache_pass.end()
         return (x, states) if all_layers else x
 
-    def begin(self, batch: int, num_tokens: int, cache: KVCache | CachePass, cu_seqlens: torch.Tensor | None = None) -> CachePass:
-        """Begins a pass of a cache over new positions, (batch, num_tokens). Call its ``end()`` after the last step that can fail."""
+    def reading(self, cache: KVCache, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> AbstractContextManager[CachePass]:
+        """A pass of a cache over new positions x (B, n, …), around all steps that can fail: see ``KVCache.reading``."""
+        self._check_cache(cache, cu_seqlens)
+        return cache.reading(x.shape[0], x.shape[1])
+
+    def _check_cache(self, cache: KVCache, cu_seqlens: torch.Tensor | None) -> None:
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
         if cu_seqlens is not None:
@@ -169,16 +176,12 @@ class LongNetStack(nn.Module):
             raise ValueError("cache is given and gradients are enabled, but a cache has none; call the model under torch.no_grad()")
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
-        made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
+        made_for = cache.config
         shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "patterns", "positions", "rotary_base", "xpos_scale_base")
         other = [name for name in shape if made_for is not self.config and getattr(made_for, name) != getattr(self.config, name)]
         if other:
             names = ", ".join(other).replace("patterns", "pattern")
             raise ValueError(f"the cache was made for a model with another {names}; make it with this model's config")
-        if isinstance(cache, CachePass):
-            cache.check()
-            return cache
-        return cache.begin(batch, num_tokens)
 
     @torch.no_grad()
     def attention_map(
