@@ -126,13 +126,14 @@ def inputs(variant: str) -> dict[str, Any]:
     return {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
 
 
-@pytest.mark.parametrize("variant", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("variant", ["padded", "packed"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_process(family: str, name: str, variant: str) -> None:
     """Without torch.distributed a ring has one process."""
     if variant == "packed" and not FAMILIES[family].is_causal:
-        pytest.skip("transformers finds packed documents in decoders alone")
+        # transformers finds packed documents in decoders alone
+        variant = "plain"
     model, given = FAMILIES[family].make(), inputs(variant)
     if variant != "packed":
         expected = results(on(model, "literal"), given, given.get("attention_mask"))
