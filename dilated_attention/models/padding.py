@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from typing_extensions import TypedDict
 
 from dilated_attention import validation as check
@@ -63,24 +62,3 @@ def rows_of(function: str, tokens: Any, options: PaddingOptions) -> Any:
     """Returns the rows of tokens (B, N) without padding, as a list of tensors (N_i,); tokens themselves without a mask."""
     padding = padding_of(function, tokens, options)
     return tokens if padding is None else [row[~hidden] for row, hidden in zip(tokens, padding, strict=True)]
-
-
-class Unpadded:
-    """The rows of a padded batch one after another, as packed documents, which all attention keeps apart and counts anew.
-
-    Args:
-        padding: bool (B, N).
-    """
-
-    def __init__(self, padding: torch.Tensor) -> None:
-        self.shape = padding.shape
-        self.index = (~padding).flatten().nonzero()[:, 0]
-        self.cu_seqlens = F.pad((~padding).sum(1).cumsum(0), (1, 0)).int()
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, N, E) → (1, tokens, E)."""
-        return x.flatten(0, 1).index_select(0, self.index)[None]
-
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """(1, tokens, E) → (B, N, E), with zeros for padding."""
-        return x.new_zeros(self.shape.numel(), x.shape[2]).index_copy(0, self.index, x[0]).unflatten(0, self.shape)

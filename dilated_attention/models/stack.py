@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import TypedDict, Unpack
 
@@ -18,7 +20,7 @@ from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass, KVCache
-from dilated_attention.models.padding import PaddingOptions, Unpadded, padding_of
+from dilated_attention.models.padding import PaddingOptions, padding_of
 from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
@@ -121,11 +123,13 @@ class LongNetStack(nn.Module):
             if self.ring is not None and self.ring.group_name:
                 way_out = "join the rows without padding to one sequence, and shard it with cu_seqlens"
                 raise ValueError(f"a padding mask is given and processes share the sequence; {way_out}")
-            rows = Unpadded(padding)
-            if len(rows.index) < padding.numel():
-                # not self(…): hooks, such as those of FSDP, have run
-                packed = self.forward(rows.pack(x), cu_seqlens=rows.cu_seqlens, all_layers=all_layers)
-                return (rows.unpack(packed[0]), [rows.unpack(y) for y in packed[1]]) if all_layers else rows.unpack(packed)
+            real = ~padding
+            index = real.flatten().nonzero()[:, 0]
+            if len(index) < padding.numel():
+                # as packed documents, which all attention keeps apart and counts anew; not self(…): hooks, such as those of FSDP, have run
+                bounds = F.pad(real.sum(1).cumsum(0), (1, 0)).int()
+                packed = self.forward(x.flatten(0, 1).index_select(0, index)[None], cu_seqlens=bounds, all_layers=all_layers)
+                return tree_map(lambda y: y.new_zeros(real.numel(), y.shape[2]).index_copy(0, index, y[0]).unflatten(0, real.shape), packed)
         if isinstance(cache, CachePass):
             self._check_cache(cache.cache, cu_seqlens)
         elif cache is not None:
