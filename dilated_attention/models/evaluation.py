@@ -14,7 +14,7 @@ from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES, cross_entropy
-from dilated_attention.models.padding import PaddingOptions, rows_of
+from dilated_attention.models.stack import PaddingOptions, rows_of
 from dilated_attention.models.text import UNKNOWN, check_integers, kmers
 from dilated_attention.pattern.checks import as_int
 
@@ -87,7 +87,7 @@ def evaluate(
             shorter.
         stride: from window to window, at most ``context``; None for half of it.
         num_windows: read only so many windows, at equal distances among all of them; None for all.
-        options: attention_mask, key_padding_mask (B, N) of a batch: see ``models.padding.PaddingOptions``.
+        options: attention_mask, key_padding_mask (B, N) of a batch: see ``models.stack.PaddingOptions``.
 
     Raises:
         ValueError, TypeError: if numbers do not fit, if nothing can be scored, if the model sees both sides and its tokens are no bases

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from dilated_attention.functional.fused_layers import compute_dtype
 from dilated_attention.functional.options import shows_options
 from dilated_attention.models.kv_cache import KVCache, PagedKVCache
-from dilated_attention.models.padding import PaddingOptions, rows_of
+from dilated_attention.models.stack import PaddingOptions, rows_of
 from dilated_attention.models.text import check_ids, check_tokens, following_codes
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 

@@ -1,4 +1,4 @@
-"""LongNet's encoder and decoder: a stack of blocks, non-causal or causal."""
+"""LongNet's encoder and decoder: a stack of blocks, non-causal or causal; and padded batches, whose rows it computes without padding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass, KVCache
-from dilated_attention.models.padding import PaddingOptions, padding_of
 from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.validation import check_bool
+from dilated_attention.validation import check_bool, check_key_padding_mask, refuse_where
 
 
 class ModelOptions(TypedDict, total=False):
@@ -53,16 +52,68 @@ class ModelOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-DEFAULTS: dict[str, Any] = {name: MODULE_DEFAULTS.get(name, False) for name in ModelOptions.__annotations__}
+class PaddingOptions(TypedDict, total=False):
+    """Which positions of a batch are padding; at most one of the two. A row is computed as its tokens alone: positions and segments count
+    from its first token, wherever padding lies, and nothing is computed for padding. On a GPU the host waits for the mask.
+
+    Args:
+        attention_mask: (B, N) integers or bool, 1 = token, 0 = padding, as transformers' tokenizers make it.
+        key_padding_mask: (B, N) bool, True = padding, as in nn.MultiheadAttention.
+    """
+
+    attention_mask: torch.Tensor | None
+    key_padding_mask: torch.Tensor | None
+
+
+DEFAULTS: dict[str, Any] = {
+    **{name: MODULE_DEFAULTS.get(name, False) for name in ModelOptions.__annotations__},
+    **dict.fromkeys(PaddingOptions.__annotations__),
+}
+_WAYS_OUT = {
+    "cache": "prefill rows one by one without padding, with cache.of(i), or call generate, which does so",
+    "cu_seqlens": "packed documents have no padding: leave one of them out",
+}
 
 
 def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -> dict[str, Any]:
     """Returns the options of a model as those of its stack; ``is_ring``: its sequence is shared even if no group is given."""
     check_names(model, options)
-    given = {**DEFAULTS, **options}
+    given = {name: options.get(name, DEFAULTS[name]) for name in ModelOptions.__annotations__}
     where = {name: given.pop(name) for name in RING_OPTIONS}
     is_spread = is_ring or where["group"] is not None or where["mesh"] is not None
     return {**given, "ring": RingSettings.of(where) if is_spread else None}
+
+
+def padding_of(function: str, x: Any, options: PaddingOptions, **others: Any) -> torch.Tensor | None:
+    """Returns which positions of x (B, N, …) are padding, bool (B, N); None without a mask. ``function``: the public one that has it;
+    ``others``: its arguments that go with no mask."""
+    check_names(function, options)
+    masks: dict[str, Any] = {name: mask for name, mask in options.items() if mask is not None}
+    if not masks:
+        return None
+    if len(masks) > 1:
+        raise ValueError("attention_mask and key_padding_mask are given; they say the same of opposite values: leave one of them out")
+    ((name, mask),) = masks.items()
+    if not isinstance(x, torch.Tensor) or x.ndim < 2:
+        raise ValueError(f"{name} is given, and no batch (B, N) that it could be of; rows of a list have no padding: leave it out")
+    for other, way_out in _WAYS_OUT.items():
+        if others.get(other) is not None:
+            raise ValueError(f"{name} is given and {other}, too; {way_out}")
+    if name == "attention_mask":
+        if not isinstance(mask, torch.Tensor) or mask.is_floating_point():
+            got = mask.dtype if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+            raise TypeError(f"attention_mask is {got}; expected a tensor of integers or bool, 1 = token and 0 = padding")
+        way_out = "expected 1 = token and 0 = padding: documents of one row are told by cu_seqlens"
+        refuse_where(mask.long() * (mask.long() - 1) != 0, f"attention_mask has other values than 0 and 1; {way_out}")
+        mask = mask == 0
+    check_key_padding_mask(mask, x, name)
+    return mask  # type: ignore[no-any-return]
+
+
+def rows_of(function: str, tokens: Any, options: PaddingOptions) -> Any:
+    """Returns the rows of tokens (B, N) without padding, as a list of tensors (N_i,); tokens themselves without a mask."""
+    padding = padding_of(function, tokens, options)
+    return tokens if padding is None else [row[~hidden] for row, hidden in zip(tokens, padding, strict=True)]
 
 
 class LongNetStack(nn.Module):
@@ -112,7 +163,7 @@ class LongNetStack(nn.Module):
             cache: a cache (causal stacks only): x then holds new positions only, which attend to those in the cache and are added to it. It
                 may also be a pass that goes on.
             all_layers: also return the input of the first block and the output of each, before the last norm.
-            options: attention_mask, key_padding_mask: see ``models.padding.PaddingOptions``.
+            options: attention_mask, key_padding_mask: see ``PaddingOptions``.
 
         Returns:
             (B, N, E), zeros for padding; with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
