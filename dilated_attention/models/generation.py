@@ -13,9 +13,10 @@ from typing_extensions import Unpack
 
 from dilated_attention.functional.fused_layers import compute_dtype
 from dilated_attention.functional.options import shows_options
+from dilated_attention.models.config import NUM_BASES
 from dilated_attention.models.kv_cache import KVCache, PagedKVCache
 from dilated_attention.models.stack import PaddingOptions, rows_of
-from dilated_attention.models.text import check_ids, check_tokens, following_codes
+from dilated_attention.models.text import check_ids, check_tokens
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 
 # a LongNetLM, whose module imports this one
@@ -296,7 +297,7 @@ def _steps(
                 for request in ended[:, 0].nonzero()[:, 0].tolist():
                     if cache.active[request]:
                         cache.finish(request)
-            last = token if model.config.kmer == 1 else following_codes(last, token, model.config.kmer)
+            last = token + NUM_BASES * (last % NUM_BASES ** (model.config.kmer - 1)) if model.config.kmer > 1 else token
             is_last = count == max_new_tokens or not any(cache.active)
             # NaN weights are told of at once
             if waits or is_last or count == 1 or weight.device.type == "cpu":
