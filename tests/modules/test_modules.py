@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dilated_attention import DilatedPattern, modules
+from dilated_attention import DilatedPattern, modules, shard_sequence
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
-from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
+from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention, RingMultiheadDilatedAttention
+from dilated_attention.modules.rotary import xpos_max_length
 from dilated_attention.pattern import LocalWindow
+from tests.helpers.pool import pool_of
 
 LENGTHS, RATES = [4, 8], [1, 2]
 DOCUMENTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
@@ -349,6 +352,50 @@ def test_sinks_that_a_first_call_makes_are_trained_like_any(kind: Any, call: str
     other(q, q, q).square().sum().backward()
     assert type(module.sinks) is torch.nn.Parameter and module.sinks.dtype is torch.float32 and module.sinks.device == q.device
     assert torch.equal(module.sinks.grad, other.sinks.grad)
+
+
+# --- XPOS, whose factors grow and shrink with the distance --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_longest_sequence_of_xpos_fits_its_dtype_and_longer_ones_are_refused(dtype: torch.dtype) -> None:
+    longest = xpos_max_length(0.5, dtype)
+    layer = make_layer(rotary=True, xpos_scale_base=0.5, dtype=dtype)
+    for length in (longest, longest - 1):
+        # the rotation may lengthen one component by √2
+        q = torch.full((1, length, 4, 4), 7.5, dtype=dtype)
+        assert all(bool(x.isfinite().all()) for x in layer.rotate(q, q, torch.arange(length), None))
+    x = make_x(1, longest + 1).to(dtype)
+    with pytest.raises(ValueError, match=rf"the sequence has {longest + 1} positions.*{dtype} beyond {longest}: use a larger"):
+        layer(x)
+    # packed, the documents count
+    fits = torch.tensor([0, 4, longest + 1], dtype=torch.int32)
+    assert bool(layer(x, cu_seqlens=fits, is_causal=True)[0].isfinite().all())
+    with pytest.raises(ValueError, match=rf"a document has {longest + 1} positions.*beyond {longest}"):
+        layer(x, cu_seqlens=torch.tensor([0, longest + 1], dtype=torch.int32))
+
+
+def test_the_documented_limits_of_xpos_are_these() -> None:
+    assert [xpos_max_length(512.0, dtype) for dtype in (torch.float16, torch.bfloat16)] == [6798, 70251]
+
+
+def test_half_precision_factors_are_rounded_once() -> None:
+    layer, x = make_layer(**ROTARY[1], dtype=torch.bfloat16), make_x().bfloat16()
+    q, k, _ = layer.project(x, x, x)
+    wide = make_layer(**ROTARY[1]).rotate(q.double(), k.double(), torch.arange(14), None)
+    for got, want in zip(layer.rotate(q, k, torch.arange(14), None), wide, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-6)
+
+
+def refused_by_the_whole_length(rank: int, world: int) -> None:
+    (part,) = shard_sequence(dist.group.WORLD, [make_x()], [1])
+    with pytest.raises(ValueError, match="the sequence has 14 positions"):
+        RingMultiheadDilatedAttention(16, 4, LENGTHS, RATES, rotary=True, xpos_scale_base=0.01, dtype=torch.float64)(part)
+
+
+def test_all_processes_refuse_alike() -> None:
+    """What they compute: tests/distributed/test_ring_modules.py."""
+    pool_of(2).run(refused_by_the_whole_length)
 
 
 # --- in torch's own layers -------------------------------------------------------------------------------------------------------------
