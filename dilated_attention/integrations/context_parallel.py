@@ -27,9 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention.distributed.comm.call_consistency import agree
 from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.sharding.layout import unshard_sequence
-from dilated_attention.integrations._hf_attend import attend
+from dilated_attention.integrations._hf_attend import attend, warn_of_saving
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_of, shard_inputs
-from dilated_attention.integrations._hf_refusals import warn_of_saving
 from dilated_attention.integrations._hf_settings import (
     REGISTERED,
     Settings,

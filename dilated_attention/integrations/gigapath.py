@@ -105,8 +105,15 @@ def create_model(
     }
     if not str(pretrained):
         return LongNetViT(SlideEncoderConfig.gigapath(width, layers, in_dim=in_chans, **settings))
+    file = str(pretrained)
+    if file.startswith("hf_hub:"):
+        try:
+            from huggingface_hub import hf_hub_download
+        except ImportError as error:
+            raise ImportError(f'{file!r} needs huggingface_hub: pip install "dilated-attention[hf]"') from error
+        file = hf_hub_download(file.partition(":")[2], "slide_encoder.pth", local_dir=local_dir)
     # a table of the grid's positions, which files may hold, is computed here
-    weights = {name: x for name, x in read_weights(_file_of(str(pretrained), local_dir), None).items() if name != "pos_embed"}
+    weights = {name: x for name, x in read_weights(file).items() if name != "pos_embed"}
     loaded = load_slide_encoder(weights, **settings)
     config = loaded.config
     if (config.encoder.embed_dim, config.encoder.num_layers, config.in_dim) != (width, layers, in_chans):
@@ -118,13 +125,3 @@ def create_model(
     model = LongNetViT(config, device="meta")
     model.load_state_dict(loaded.state_dict(), assign=True)
     return model
-
-
-def _file_of(pretrained: str, local_dir: str | Path | None) -> str:
-    if pretrained.startswith("hf_hub:"):
-        try:
-            from huggingface_hub import hf_hub_download
-        except ImportError as error:
-            raise ImportError(f'{pretrained!r} needs huggingface_hub: pip install "dilated-attention[hf]"') from error
-        return hf_hub_download(pretrained.partition(":")[2], "slide_encoder.pth", local_dir=local_dir)
-    return pretrained

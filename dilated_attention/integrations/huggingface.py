@@ -19,8 +19,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from dilated_attention.integrations import _hf_refusals
-from dilated_attention.integrations._hf_attend import attend
+from dilated_attention.integrations._hf_attend import attend, ignore
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask, shard_inputs
 from dilated_attention.integrations._hf_settings import (
     CONFIG_KEY,
@@ -82,7 +81,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
         if name in OPTIONS and name != kind:
             raise ValueError(f"name is {name!r} with kind={kind!r}; expected another name for it")
         found = {name: Settings(kind, {}).with_options(options)}
-    _hf_refusals.ignore(ignored)
+    ignore(ignored)
     for each, settings in found.items():
         remember(each, settings)
         attention_interface.register(each, functools.partial(attend, each))

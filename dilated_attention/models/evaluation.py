@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from typing_extensions import Unpack
@@ -15,7 +14,7 @@ from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import NUM_BASES, LongNetConfig
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES, cross_entropy
-from dilated_attention.models.padding import PaddingOptions, rows_of
+from dilated_attention.models.stack import PaddingOptions, rows_of
 from dilated_attention.models.text import UNKNOWN, check_integers, kmers
 from dilated_attention.pattern.checks import as_int
 
@@ -61,15 +60,6 @@ class Evaluation:
     by_position: tuple[Bucket, ...]
 
 
-class _Window(NamedTuple):
-    """Inputs first … end − 1 of a record, and the targets scored … scored_end − 1 that count, as positions of the record."""
-
-    first: int
-    end: int
-    scored: int
-    scored_end: int
-
-
 @torch.no_grad()
 @shows_options
 def evaluate(
@@ -97,7 +87,7 @@ def evaluate(
             shorter.
         stride: from window to window, at most ``context``; None for half of it.
         num_windows: read only so many windows, at equal distances among all of them; None for all.
-        options: attention_mask, key_padding_mask (B, N) of a batch: see ``models.padding.PaddingOptions``.
+        options: attention_mask, key_padding_mask (B, N) of a batch: see ``models.stack.PaddingOptions``.
 
     Raises:
         ValueError, TypeError: if numbers do not fit, if nothing can be scored, if the model sees both sides and its tokens are no bases
@@ -133,7 +123,7 @@ def evaluate(
         known = is_target.cpu()
         # a genome may have long stretches of nothing but N
         of_record = _windows(len(record), context, stride, config.is_causal)
-        windows += [(i, window) for window in of_record if known[window.scored : window.scored_end].any()]
+        windows += [(i, *window) for window in of_record if known[slice(*window[2:])].any()]
     if num_windows is not None and as_int("num_windows", num_windows, minimum=1) < len(windows):
         windows = [windows[i * len(windows) // num_windows] for i in range(num_windows)]
     weight = model.output_weight
@@ -142,10 +132,10 @@ def evaluate(
     sums, total = (torch.zeros(2, *shape, dtype=torch.float64, device=device) for shape in ((context.bit_length(),), ()))
     start = time.perf_counter()
     with eval_mode(model):
-        for i, window in windows:
+        for i, first, end, scored, scored_end in windows:
             # from the first input to the last target: the token after its input, or with attention to both sides the token itself
-            symbols, is_target = (x[i][window.first : window.end + shift].to(device) for x in (records, targets_of))
-            inputs, targets = symbols.long()[: window.end - window.first], symbols.long().where(is_target, _NOT_SCORED)[shift:]
+            symbols, is_target = (x[i][first : end + shift].to(device) for x in (records, targets_of))
+            inputs, targets = symbols.long()[: end - first], symbols.long().where(is_target, _NOT_SCORED)[shift:]
             if not config.is_causal:
                 inputs = inputs.where(~is_target, UNKNOWN)
             if config.kmer > 1:
@@ -159,8 +149,8 @@ def evaluate(
             power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
             sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
             # nats[i] are those of the target at first + shift + i
-            scored = slice(window.scored - window.first - shift, window.scored_end - window.first - shift)
-            total += torch.stack([nats[scored].sum(), (targets[scored] != _NOT_SCORED).sum()])
+            counted = slice(scored - first - shift, scored_end - first - shift)
+            total += torch.stack([nats[counted].sum(), (targets[counted] != _NOT_SCORED).sum()])
     nats_in_all, count = total.tolist()
     seconds = time.perf_counter() - start
     if not count:
@@ -173,7 +163,7 @@ def evaluate(
         context=context,
         stride=stride,
         windows=len(windows),
-        positions=sum(window.end - window.first for _, window in windows),
+        positions=sum(end - first for _, first, end, *_ in windows),
         seconds=seconds,
         by_position=tuple(
             Bucket(least=2**power, most=min(2 ** (power + 1) - 1, context), bits=nats_of / targets / math.log(2), targets=round(targets))
@@ -183,11 +173,12 @@ def evaluate(
     )
 
 
-def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterator[_Window]:
-    """Yields the windows of one record; every target is scored in one of them."""
+def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first, end, scored, scored_end) of the windows of one record: their inputs are first … end − 1, and their targets that count
+    scored … scored_end − 1, as positions of the record. Every target is scored in one of them."""
     scored, step = (1, context) if is_causal else (0, stride)
     while scored < length:
         scored_end = min(scored + step, length)
         first = max(0, scored_end - 1 - context if is_causal else min((scored + scored_end - context) // 2, length - context))
-        yield _Window(first, scored_end - 1 if is_causal else min(first + context, length), scored, scored_end)
+        yield first, scored_end - 1 if is_causal else min(first + context, length), scored, scored_end
         scored, step = scored_end, stride

@@ -13,9 +13,10 @@ from typing_extensions import Unpack
 
 from dilated_attention.functional.fused_layers import compute_dtype
 from dilated_attention.functional.options import shows_options
+from dilated_attention.models.config import NUM_BASES
 from dilated_attention.models.kv_cache import KVCache, PagedKVCache
-from dilated_attention.models.padding import PaddingOptions, rows_of
-from dilated_attention.models.text import check_ids, check_tokens, following_codes
+from dilated_attention.models.stack import PaddingOptions, rows_of
+from dilated_attention.models.text import check_ids, check_tokens
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
 
 # a LongNetLM, whose module imports this one
@@ -171,10 +172,9 @@ def prefill(model: LanguageModel, tokens: torch.Tensor, cache: KVCache, *, chunk
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected at least one position, whose next token is asked for")
     check_ids("tokens", tokens, model.embedding)
     for part in tokens.split(as_int("prefill_chunk", chunk, minimum=1), dim=1):
-        # begun before anything that can fail: a prompt that was cut off is refused, too
-        cache_pass = model.decoder.begin(part.shape[0], part.shape[1], cache)
-        logits = F.linear(model.hidden(part, cache=cache_pass)[:, -1], model.output_weight)
-        cache_pass.end()
+        # around all that can fail: a prompt that was cut off is refused, too
+        with model.decoder.reading(cache, part) as cache_pass:
+            logits = F.linear(model.hidden(part, cache=cache_pass)[:, -1], model.output_weight)
     return logits
 
 
@@ -297,7 +297,7 @@ def _steps(
                 for request in ended[:, 0].nonzero()[:, 0].tolist():
                     if cache.active[request]:
                         cache.finish(request)
-            last = token if model.config.kmer == 1 else following_codes(last, token, model.config.kmer)
+            last = token + NUM_BASES * (last % NUM_BASES ** (model.config.kmer - 1)) if model.config.kmer > 1 else token
             is_last = count == max_new_tokens or not any(cache.active)
             # NaN weights are told of at once
             if waits or is_last or count == 1 or weight.device.type == "cpu":

@@ -7,8 +7,9 @@ as they enter the product: normalised and rotated by their absolute position.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +100,8 @@ class KVCache:
         self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
         # those that a pass is about, in ``of`` one
         self._chosen = range(self.num_requests)
-        # of requests that are refused: the pass that has to end first
-        self._open: dict[int, CachePass] = {}
+        # whose last pass failed or goes on: they are refused
+        self._open: set[int] = set()
         # (requests, pages of each) int32 if slots come from a pool of pages
         self.table: torch.Tensor | None = None
         self._pages: list[dict[int, int]] = [{} for _ in range(self.num_requests)]
@@ -160,8 +161,10 @@ class KVCache:
         view._chosen = range(self._checked(request), request + 1)
         return view
 
-    def begin(self, batch: int, num_tokens: int) -> CachePass:
-        """Begins a pass over ``num_tokens`` new positions of all requests, or of that of ``of``, whose number must be ``batch``."""
+    @contextlib.contextmanager
+    def reading(self, batch: int, num_tokens: int) -> Iterator[CachePass]:
+        """A pass over ``num_tokens`` new positions of all requests, or of that of ``of``, whose number must be ``batch``: at its end the
+        lengths grow; after an error its requests are refused until they are freed."""
         chosen: Sequence[int] = self._chosen
         if batch != len(chosen):
             raise ValueError(f"the batch is {batch} and the cache has {len(chosen)} requests; they must be equal: for one, use cache.of(i)")
@@ -178,9 +181,13 @@ class KVCache:
             for request in chosen:
                 self._make_room(request, num_tokens)
             begun = CachePass(self, num_tokens, lengths[0])
-        begun.members = chosen
-        self._open.update(dict.fromkeys(chosen, begun))
-        return begun
+        self._open.update(chosen)
+        yield begun
+        self._open.difference_update(chosen)
+        self.advance(chosen, num_tokens)
+        if begun.start is not None:
+            for request in chosen:
+                self.release(request)
 
     def prepare_step(self) -> int:
         """Reserves room and prepares tables for one more position of every active request. Returns the generation of the tables; a CUDA
@@ -231,7 +238,7 @@ class KVCache:
         self.lengths[self._checked(request)] = 0
         self.finish(request)
         self.release(request)
-        self._open.pop(request, None)
+        self._open.discard(request)
 
     @property
     def nbytes(self) -> int:
@@ -335,8 +342,6 @@ class CachePass:
 
     def __init__(self, cache: KVCache, count: int, start: int | None) -> None:
         self.cache, self.count, self.start = cache, count, start
-        # requests that it ends for
-        self.members: Iterable[int] = ()
         self._rotation: Any = None
         if start is not None:
             self.requests, self.positions = cache._chosen, self._range(start, start + count)
@@ -354,11 +359,6 @@ class CachePass:
             return replace(runs, dense=(self.positions + 1).clamp(max=keys.max_keys).to(torch.int32))
         return runs
 
-    def check(self) -> None:
-        """Raises ValueError if the pass has ended, or its requests have been freed since it was begun."""
-        if any(self.cache._open.get(i) is not self for i in self.members):
-            raise ValueError("this pass has ended, or its requests have changed since it was begun; begin a new one")
-
     def rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
         """Returns (queries' table, keys' table) of the new positions, made once for all layers, which are alike."""
         if self._rotation is None:
@@ -373,10 +373,7 @@ class CachePass:
     ) -> torch.Tensor:
         """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache. ``tables``: those of
         ``rotation``, with which queries and keys still have to be rotated, or None; ``attention``: the layer's module, for chunks."""
-        cache, expected = self.cache, (len(self.requests), self.count)
-        if tuple(k.shape[:2]) != expected:
-            raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass was begun for {expected}; begin one for these")
-        q, k, v = autocast(q, k, v)
+        cache, (q, k, v) = self.cache, autocast(q, k, v)
         if (k.dtype, k.device) != (cache.dtype, cache.device):
             raise ValueError(
                 f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; "
@@ -423,15 +420,3 @@ class CachePass:
 
     def _range(self, first: int, last: int) -> torch.Tensor:
         return torch.arange(first, last, device=self.cache.device)
-
-    def end(self) -> None:
-        """Ends the pass: the lengths grow."""
-        self.check()
-        if self.start is None:
-            self.cache.advance()
-        else:
-            self.cache.advance(self.requests, self.count)
-            for request in self.requests:
-                self.cache.release(request)
-        for request in self.members:
-            del self.cache._open[request]

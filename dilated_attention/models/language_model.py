@@ -14,9 +14,8 @@ from dilated_attention.models.config import LongNetConfig, as_config
 from dilated_attention.models.generation import Sampling, generate
 from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.models.loss import sharded_cross_entropy
-from dilated_attention.models.padding import PaddingOptions, padding_of
 from dilated_attention.models.saving import Pretrained
-from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder, ModelOptions, stack_options
+from dilated_attention.models.stack import LongNetDecoder, LongNetEncoder, ModelOptions, PaddingOptions, padding_of, stack_options
 from dilated_attention.models.text import KmerEmbedding, check_ids, check_range, check_tokens, kmers, vocabulary_of
 from dilated_attention.modules import RingSettings
 
@@ -109,7 +108,7 @@ class LongNetLM(Pretrained):
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: KVCache | CachePass | None = None,
+        cache: KVCache | None = None,
         **options: Unpack[PaddingOptions],
     ) -> torch.Tensor:
         """Computes the logits, or the loss if ``targets`` are given.
@@ -124,7 +123,7 @@ class LongNetLM(Pretrained):
             cache: a ``KVCache``, a ``PagedKVCache``, or one request of either, ``cache.of(i)``. Tokens are then new positions only, which
                 attend to those in the cache and are added to it: one token per request, or several for requests of equal length. With one
                 token per request, that of a request that is finished or freed is dropped; its logits mean nothing.
-            options: attention_mask, key_padding_mask (B, N) of ``tokens``: see ``models.padding.PaddingOptions``. Targets of padding do not
+            options: attention_mask, key_padding_mask (B, N) of ``tokens``: see ``models.stack.PaddingOptions``. Targets of padding do not
                 count; a target that is padding itself, after the last token of a row, has to be −100.
 
         Returns:
@@ -150,14 +149,13 @@ class LongNetLM(Pretrained):
                 )
             targets = targets if padding is None else targets.masked_fill(padding, -100)
             check_range("targets", targets, self.config.vocab_size, ignore_index=-100)
-        cache_pass = None if cache is None else self.decoder.begin(tokens.shape[0], tokens.shape[1], cache, cu_seqlens)
-        hidden = self.hidden(tokens, cu_seqlens, seq_len, cache_pass, key_padding_mask=padding)
+        if cache is not None:
+            # memory may run out for the logits, too
+            with self.decoder.reading(cache, tokens, cu_seqlens) as cache_pass:
+                return F.linear(self.hidden(tokens, seq_len=seq_len, cache=cache_pass), self.output_weight)
+        hidden = self.hidden(tokens, cu_seqlens, seq_len, key_padding_mask=padding)
         if targets is None:
-            logits = F.linear(hidden, self.output_weight)
-            # memory may run out for the logits, so the pass only ends once they are computed
-            if cache_pass is not None and cache_pass is not cache:
-                cache_pass.end()
-            return logits
+            return F.linear(hidden, self.output_weight)
         return sharded_cross_entropy(hidden, self.output_weight, targets, group="" if self.ring is None else self.ring.group_name)
 
     def hidden(
@@ -208,7 +206,7 @@ class LongNetLM(Pretrained):
             prefill_chunk: number of positions of a prompt that are computed at a time.
             cuda_graph: on a GPU, capture a step once and replay it.
             options: attention_mask, key_padding_mask (B, N) of a prompt with padding, on the left, on the right or between: see
-                ``models.padding.PaddingOptions``.
+                ``models.stack.PaddingOptions``.
 
         Returns:
             (B, N + tokens added), padded with ``stop_token`` after the end of a sequence; the added tokens are the last columns also of

@@ -1,11 +1,14 @@
-"""LongNet's encoder and decoder: a stack of blocks, non-causal or causal."""
+"""LongNet's encoder and decoder: a stack of blocks, non-causal or causal; and padded batches, whose rows it computes without padding."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import TypedDict, Unpack
 
@@ -17,12 +20,11 @@ from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.models.blocks import Block, make_norm
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.models.kv_cache import CachePass, KVCache
-from dilated_attention.models.padding import PaddingOptions, Unpadded, padding_of
 from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.validation import check_bool
+from dilated_attention.validation import check_bool, check_key_padding_mask, refuse_where
 
 
 class ModelOptions(TypedDict, total=False):
@@ -50,16 +52,68 @@ class ModelOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-DEFAULTS: dict[str, Any] = {name: MODULE_DEFAULTS.get(name, False) for name in ModelOptions.__annotations__}
+class PaddingOptions(TypedDict, total=False):
+    """Which positions of a batch are padding; at most one of the two. A row is computed as its tokens alone: positions and segments count
+    from its first token, wherever padding lies, and nothing is computed for padding. On a GPU the host waits for the mask.
+
+    Args:
+        attention_mask: (B, N) integers or bool, 1 = token, 0 = padding, as transformers' tokenizers make it.
+        key_padding_mask: (B, N) bool, True = padding, as in nn.MultiheadAttention.
+    """
+
+    attention_mask: torch.Tensor | None
+    key_padding_mask: torch.Tensor | None
+
+
+DEFAULTS: dict[str, Any] = {
+    **{name: MODULE_DEFAULTS.get(name, False) for name in ModelOptions.__annotations__},
+    **dict.fromkeys(PaddingOptions.__annotations__),
+}
+_WAYS_OUT = {
+    "cache": "prefill rows one by one without padding, with cache.of(i), or call generate, which does so",
+    "cu_seqlens": "packed documents have no padding: leave one of them out",
+}
 
 
 def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -> dict[str, Any]:
     """Returns the options of a model as those of its stack; ``is_ring``: its sequence is shared even if no group is given."""
     check_names(model, options)
-    given = {**DEFAULTS, **options}
+    given = {name: options.get(name, DEFAULTS[name]) for name in ModelOptions.__annotations__}
     where = {name: given.pop(name) for name in RING_OPTIONS}
     is_spread = is_ring or where["group"] is not None or where["mesh"] is not None
     return {**given, "ring": RingSettings.of(where) if is_spread else None}
+
+
+def padding_of(function: str, x: Any, options: PaddingOptions, **others: Any) -> torch.Tensor | None:
+    """Returns which positions of x (B, N, …) are padding, bool (B, N); None without a mask. ``function``: the public one that has it;
+    ``others``: its arguments that go with no mask."""
+    check_names(function, options)
+    masks: dict[str, Any] = {name: mask for name, mask in options.items() if mask is not None}
+    if not masks:
+        return None
+    if len(masks) > 1:
+        raise ValueError("attention_mask and key_padding_mask are given; they say the same of opposite values: leave one of them out")
+    ((name, mask),) = masks.items()
+    if not isinstance(x, torch.Tensor) or x.ndim < 2:
+        raise ValueError(f"{name} is given, and no batch (B, N) that it could be of; rows of a list have no padding: leave it out")
+    for other, way_out in _WAYS_OUT.items():
+        if others.get(other) is not None:
+            raise ValueError(f"{name} is given and {other}, too; {way_out}")
+    if name == "attention_mask":
+        if not isinstance(mask, torch.Tensor) or mask.is_floating_point():
+            got = mask.dtype if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+            raise TypeError(f"attention_mask is {got}; expected a tensor of integers or bool, 1 = token and 0 = padding")
+        way_out = "expected 1 = token and 0 = padding: documents of one row are told by cu_seqlens"
+        refuse_where(mask.long() * (mask.long() - 1) != 0, f"attention_mask has other values than 0 and 1; {way_out}")
+        mask = mask == 0
+    check_key_padding_mask(mask, x, name)
+    return mask  # type: ignore[no-any-return]
+
+
+def rows_of(function: str, tokens: Any, options: PaddingOptions) -> Any:
+    """Returns the rows of tokens (B, N) without padding, as a list of tensors (N_i,); tokens themselves without a mask."""
+    padding = padding_of(function, tokens, options)
+    return tokens if padding is None else [row[~hidden] for row, hidden in zip(tokens, padding, strict=True)]
 
 
 class LongNetStack(nn.Module):
@@ -107,9 +161,9 @@ class LongNetStack(nn.Module):
             cu_seqlens: bounds of packed documents in the whole sequence, int32 (documents + 1,), B = 1; they do not attend to each other.
             seq_len: N if processes share the sequence; None: they ask each other, once for all blocks.
             cache: a cache (causal stacks only): x then holds new positions only, which attend to those in the cache and are added to it. It
-                may also be a pass that has been begun; it is not ended here.
+                may also be a pass that goes on.
             all_layers: also return the input of the first block and the output of each, before the last norm.
-            options: attention_mask, key_padding_mask: see ``models.padding.PaddingOptions``.
+            options: attention_mask, key_padding_mask: see ``PaddingOptions``.
 
         Returns:
             (B, N, E), zeros for padding; with ``all_layers`` (that, [M + 1 tensors (B, N, E)]).
@@ -120,12 +174,18 @@ class LongNetStack(nn.Module):
             if self.ring is not None and self.ring.group_name:
                 way_out = "join the rows without padding to one sequence, and shard it with cu_seqlens"
                 raise ValueError(f"a padding mask is given and processes share the sequence; {way_out}")
-            rows = Unpadded(padding)
-            if len(rows.index) < padding.numel():
-                # not self(…): hooks, such as those of FSDP, have run
-                packed = self.forward(rows.pack(x), cu_seqlens=rows.cu_seqlens, all_layers=all_layers)
-                return (rows.unpack(packed[0]), [rows.unpack(y) for y in packed[1]]) if all_layers else rows.unpack(packed)
-        cache_pass = None if cache is None else self.begin(x.shape[0], x.shape[1], cache, cu_seqlens)
+            real = ~padding
+            index = real.flatten().nonzero()[:, 0]
+            if len(index) < padding.numel():
+                # as packed documents, which all attention keeps apart and counts anew; not self(…): hooks, such as those of FSDP, have run
+                bounds = F.pad(real.sum(1).cumsum(0), (1, 0)).int()
+                packed = self.forward(x.flatten(0, 1).index_select(0, index)[None], cu_seqlens=bounds, all_layers=all_layers)
+                return tree_map(lambda y: y.new_zeros(real.numel(), y.shape[2]).index_copy(0, index, y[0]).unflatten(0, real.shape), packed)
+        if isinstance(cache, CachePass):
+            self._check_cache(cache.cache, cu_seqlens)
+        elif cache is not None:
+            with self.reading(cache, x, cu_seqlens) as cache_pass:
+                return self.forward(x, seq_len=seq_len, all_layers=all_layers, cache=cache_pass)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
@@ -146,8 +206,8 @@ class LongNetStack(nn.Module):
                     if is_lean(block, Block):
                         block.compile_ahead(x)
         for block in blocks:
-            if cache_pass is not None:
-                x = block(x, cache=cache_pass)
+            if cache is not None:
+                x = block(x, cache=cache)
             elif recomputes:
                 x = checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False)
             else:
@@ -155,12 +215,14 @@ class LongNetStack(nn.Module):
             if all_layers:
                 states.append(x)
         x = x if self.norm is None else self.norm(x)
-        if cache_pass is not None and cache_pass is not cache:
-            cache_pass.end()
         return (x, states) if all_layers else x
 
-    def begin(self, batch: int, num_tokens: int, cache: KVCache | CachePass, cu_seqlens: torch.Tensor | None = None) -> CachePass:
-        """Begins a pass of a cache over new positions, (batch, num_tokens). Call its ``end()`` after the last step that can fail."""
+    def reading(self, cache: KVCache, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> AbstractContextManager[CachePass]:
+        """A pass of a cache over new positions x (B, n, …), around all steps that can fail: see ``KVCache.reading``."""
+        self._check_cache(cache, cu_seqlens)
+        return cache.reading(x.shape[0], x.shape[1])
+
+    def _check_cache(self, cache: KVCache, cu_seqlens: torch.Tensor | None) -> None:
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
         if cu_seqlens is not None:
@@ -169,16 +231,12 @@ class LongNetStack(nn.Module):
             raise ValueError("cache is given and gradients are enabled, but a cache has none; call the model under torch.no_grad()")
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
-        made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
+        made_for = cache.config
         shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "patterns", "positions", "rotary_base", "xpos_scale_base")
         other = [name for name in shape if made_for is not self.config and getattr(made_for, name) != getattr(self.config, name)]
         if other:
             names = ", ".join(other).replace("patterns", "pattern")
             raise ValueError(f"the cache was made for a model with another {names}; make it with this model's config")
-        if isinstance(cache, CachePass):
-            cache.check()
-            return cache
-        return cache.begin(batch, num_tokens)
 
     @torch.no_grad()
     def attention_map(

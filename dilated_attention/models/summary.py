@@ -22,28 +22,6 @@ _TRAINING_BYTES_PER_PARAMETER = 16
 USABLE = 0.9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Bytes of memory for training without dropout, as functions of the number of positions.
-
-    Args:
-        fixed: bytes of weights, gradients and AdamW's moments, in float32.
-        kept: bytes per position saved for the backward.
-        passing: additional bytes per position alive at the peak.
-    """
-
-    fixed: int
-    kept: int
-    passing: int
-
-    def total(self, positions: int) -> int:
-        return self.fixed + positions * (self.kept + self.passing)
-
-    def fits(self, memory: int) -> int:
-        """Returns how many positions, in one or several sequences, a device with this memory can train on; 0 if the weights do not fit."""
-        return max(0, int(USABLE * memory) - self.fixed) // (self.kept + self.passing)
-
-
 def block_bytes(config: LongNetConfig, activation_bytes: int, *, is_plain: bool) -> tuple[int, int]:
     """Returns (bytes per position that a block saves for its backward, further bytes per position alive at the peak), with
     ``activation_bytes`` per element of an activation and 4 of the residual stream.
@@ -62,10 +40,10 @@ def block_bytes(config: LongNetConfig, activation_bytes: int, *, is_plain: bool)
     return saved, activation_bytes * (wide + inner + embed) + 4 * embed
 
 
-def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activations: bool = False, activation_bytes: int = 2) -> Footprint:
-    """Estimates the footprint of a stack of blocks, see ``block_bytes``; on a GPU where ``activation_bytes`` is 2. With
-    ``checkpoint_activations`` a block only saves its input, with 4 bytes per element (float32 under autocast). The estimate adds up the
-    tensors that must be alive at once; docs/models.md compares it with measured peaks."""
+def training_bytes(config: LongNetConfig, activation_bytes: int, *, checkpoint_activations: bool) -> int:
+    """Estimates the bytes per position in training a stack of blocks without dropout, see ``block_bytes``; on a GPU where
+    ``activation_bytes`` is 2. With ``checkpoint_activations`` a block only saves its input, with 4 bytes per element (float32 under
+    autocast). The estimate adds up the tensors that must be alive at once; docs/models.md compares it with measured peaks."""
     block, passing = block_bytes(config, activation_bytes, is_plain=activation_bytes == 4)
     embed = config.embed_dim
 
@@ -75,10 +53,8 @@ def footprint(config: LongNetConfig, num_parameters: int, *, checkpoint_activati
         return int(activation_bytes * embed * sum(1 / rate for rate in one.dilation_rates)) * is_saved
 
     if checkpoint_activations:
-        kept, passing = config.num_layers * 4 * embed, passing + block + max(map(outputs, config.cycle))
-    else:
-        kept = config.num_layers * block + config.sum_of_layers(outputs)
-    return Footprint(fixed=_TRAINING_BYTES_PER_PARAMETER * num_parameters, kept=kept, passing=passing)
+        return config.num_layers * 4 * embed + passing + block + max(map(outputs, config.cycle))
+    return config.num_layers * block + config.sum_of_layers(outputs) + passing
 
 
 def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
@@ -132,17 +108,18 @@ class Summary:
         return cache_bytes(self.config, num_positions, self.activation_bytes if itemsize is None else itemsize)
 
     def as_dict(self) -> dict[str, Any]:
-        sizes = self.config, self.num_parameters
+        fixed = _TRAINING_BYTES_PER_PARAMETER * self.num_parameters
         plain, checkpointed = (
-            footprint(*sizes, checkpoint_activations=is_less, activation_bytes=self.activation_bytes) for is_less in (False, True)
+            training_bytes(self.config, self.activation_bytes, checkpoint_activations=is_less) for is_less in (False, True)
         )
+        room = max(0, int(USABLE * self.memory) - fixed)
         rows = [
             {
                 "positions": n,
                 "keys_per_query": round(self.keys_per_query(n), 1),
                 "training_flops_per_position": round(self.training_flops(n)),
-                "training_bytes": plain.total(n),
-                "training_bytes_checkpointed": checkpointed.total(n),
+                "training_bytes": fixed + n * plain,
+                "training_bytes_checkpointed": fixed + n * checkpointed,
             }
             | ({} if self.cache_bytes(n) is None else {"cache_bytes": self.cache_bytes(n)})
             for n in self.lengths
@@ -155,7 +132,7 @@ class Summary:
             "memory": self.memory,
             "device": self.device,
             "activation_bytes": self.activation_bytes,
-            "fits": {"kept": plain.fits(self.memory), "checkpointed": checkpointed.fits(self.memory)},
+            "fits": {"kept": room // plain, "checkpointed": room // checkpointed},
         }
 
     def __str__(self) -> str:

@@ -222,11 +222,6 @@ class KmerEmbedding(nn.Module):
         return f"k={self.k}"
 
 
-def following_codes(codes: torch.Tensor, symbols: torch.Tensor, k: int) -> torch.Tensor:
-    """Returns the codes of ``symbols``, each of which comes after the base of one of ``codes``: symbol + 5·(code mod 5^(k−1))."""
-    return symbols + NUM_BASES * (codes % NUM_BASES ** (k - 1))
-
-
 def check_tokens(name: str, tokens: Any) -> None:
     check_integers(name, tokens, _INTEGERS[:2])
     if tokens.ndim != 2:

@@ -261,8 +261,11 @@ class RingModule(Attention):
             RingError: a process died, stalled or made a different call.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        fixed = self._arguments(query) | self._ring_arguments()
-        return self.function(query, key, value, **fixed, return_lse=return_lse, **options)
+        ring = self.ring.arguments()
+        if self._blocks is not None:
+            # the keys of blocks arrive in one way alone
+            ring = {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}
+        return self.function(query, key, value, **self._arguments(query), **ring, return_lse=return_lse, **options)
 
     def forward_unsharded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
@@ -270,10 +273,3 @@ class RingModule(Attention):
         """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
         out: torch.Tensor = self.unsharded(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
         return out
-
-    def _ring_arguments(self) -> dict[str, Any]:
-        ring = self.ring.arguments()
-        if self._blocks is None:
-            return ring
-        # the keys of blocks arrive in one way alone
-        return {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}

@@ -115,28 +115,19 @@ DEFAULTS: dict[str, Any] = {
 
 
 # by kind of pattern: alone, over processes, with projections, and both
-class MixtureOptions(TypedDict, total=False):
-    mixture_grad: str
-
-
-class NativeOptions(MixtureOptions, total=False):
-    precision: str
-
-
-class LayoutOptions(GroupOptions, total=False):
-    layout: str | Layout
-
-
-class ExchangeOptions(TypedDict, total=False):
+class ExchangeOptions(GroupOptions, total=False):
     exchange: str
     ranks_per_node: int | None
 
 
-class StepOptions(LayoutOptions, total=False):
+class StepOptions(GroupOptions, total=False):
+    layout: str | Layout
     head_steps: int | None
 
 
-class DilatedOptions(CoreOptions, BranchOptions, NativeOptions, total=False): ...
+class DilatedOptions(CoreOptions, BranchOptions, total=False):
+    mixture_grad: str
+    precision: str
 
 
 class BlockSparseOptions(CoreOptions, BlockOptions, total=False): ...
@@ -145,11 +136,13 @@ class BlockSparseOptions(CoreOptions, BlockOptions, total=False): ...
 class UnionOptions(CoreOptions, BranchOptions, BlockOptions, total=False): ...
 
 
-class RingOptions(CoreOptions, GroupOptions, ExchangeOptions, total=False):
+class RingOptions(CoreOptions, ExchangeOptions, total=False):
     window: int | tuple[int | None, int | None] | None
 
 
-class RingDilatedOptions(CoreOptions, BranchOptions, MixtureOptions, LayoutOptions, ExchangeOptions, total=False): ...
+class RingDilatedOptions(CoreOptions, BranchOptions, ExchangeOptions, total=False):
+    mixture_grad: str
+    layout: str | Layout
 
 
 class RingBlockSparseOptions(BlockSparseOptions, StepOptions, total=False): ...
@@ -161,7 +154,9 @@ class RingUnionOptions(UnionOptions, StepOptions, total=False): ...
 class MultiheadOptions(AttentionOptions, ProjectionOptions, total=False): ...
 
 
-class MultiheadDilatedOptions(MultiheadOptions, BranchOptions, NativeOptions, total=False): ...
+class MultiheadDilatedOptions(MultiheadOptions, BranchOptions, total=False):
+    mixture_grad: str
+    precision: str
 
 
 class MultiheadBlockSparseOptions(MultiheadOptions, BlockOptions, total=False): ...
@@ -170,7 +165,9 @@ class MultiheadBlockSparseOptions(MultiheadOptions, BlockOptions, total=False): 
 class MultiheadUnionOptions(MultiheadBlockSparseOptions, BranchOptions, total=False): ...
 
 
-class RingMultiheadDilatedOptions(MultiheadOptions, BranchOptions, MixtureOptions, LayoutOptions, ExchangeOptions, total=False): ...
+class RingMultiheadDilatedOptions(MultiheadOptions, BranchOptions, ExchangeOptions, total=False):
+    mixture_grad: str
+    layout: str | Layout
 
 
 class RingMultiheadBlockSparseOptions(MultiheadBlockSparseOptions, StepOptions, total=False): ...

@@ -18,7 +18,7 @@ from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
 from dilated_attention.models import KVCache, SlideEncoder
-from dilated_attention.models.summary import footprint
+from dilated_attention.models.summary import training_bytes
 from dilated_attention.pattern import GlobalLocal, LocalWindow, RandomBlocks, geometric_branches
 
 SMALL = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
@@ -147,16 +147,17 @@ def test_summary_counts_what_the_model_has() -> None:
     drawn = create_model("longnet-tiny", attention="block_sparse", block_pattern=RandomBlocks(0.5, seed=1), device="meta").summary((300,))
     assert drawn.cache_bytes(300) is None and "cache_bytes" not in drawn.as_dict()["lengths"][0]
     # the largest length that fits does, and one more does not
-    plain = footprint(model.config, model.num_parameters)
-    assert plain.total(plain.fits(2**30)) <= 0.9 * 2**30 < plain.total(plain.fits(2**30) + 1)
+    fits = told["fits"]["kept"]
+    rows = dataclasses.replace(summary, lengths=(fits, fits + 1)).as_dict()["lengths"]
+    assert rows[0]["training_bytes"] <= 0.9 * summary.memory < rows[1]["training_bytes"]
     # branches' outputs, saved for a detached gradient: of every layer, or at the peak of the one that is computed again
     outputs = int(2 * 128 * sum(1 / rate for rate in model.config.dilation_rates))
     for is_less, layers in ((False, 3), (True, 1)):
         exact, detached = (
-            footprint(dataclasses.replace(model.config, mixture_grad=grad), 0, checkpoint_activations=is_less)
+            training_bytes(dataclasses.replace(model.config, mixture_grad=grad), 2, checkpoint_activations=is_less)
             for grad in ("exact", "detached")
         )
-        assert detached.total(1) - exact.total(1) == layers * outputs
+        assert detached - exact == layers * outputs
 
 
 def test_attention_presets_are_the_published_settings() -> None:

@@ -23,7 +23,7 @@ from dilated_attention.distributed import explain_exchange
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, SlideEncoderConfig
-from dilated_attention.models.images.positions import grid_positions
+from dilated_attention.models.images.slides import grid_positions
 from dilated_attention.pattern import BigBird, BlockTensor, Document, LocalWindow, PerHead, RandomBlocks, TopBlocks
 from dilated_attention.pattern.checks import shown
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dilated_attention import create_model
-from dilated_attention.models.images.positions import grid_positions
+from dilated_attention.models.images.slides import grid_positions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 

@@ -1,4 +1,4 @@
-"""The stand-in for gigapath.slide_encoder against a restatement of the original in float64, called as pipelines call the original."""
+"""The stand-in for gigapath.slide_encoder, called as pipelines call the original."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dilated_attention.integrations import gigapath
-from dilated_attention.models.images.slide_config import segment_lengths_of
+from dilated_attention.integrations.torchscale import load_torchscale
 from tests.helpers import torchscale_reference as reference
-from tests.helpers.torchscale_reference import Maker, Shape
+from tests.helpers.torchscale_reference import Maker
 
 SMALL = "gigapath_slide_enc2l64d"
 
@@ -27,22 +27,17 @@ def weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Maker, str
 
 @pytest.mark.parametrize("global_pool", [False, True])
 def test_it_answers_as_the_original(weights: tuple[Maker, str], global_pool: bool) -> None:
-    maker, file = weights
-    model = gigapath.create_model(file, SMALL, 20, slide_ngrids=12, max_wsi_size=250_000, global_pool=global_pool)
-    config = model.config.encoder
-    assert config.segment_lengths == segment_lengths_of(250_000)
-    assert (config.head_offsets, config.tail, config.mixture_grad) == ("blocked", "zero_keys", "detached")
+    """With a list; what the loaded weights compute is in test_torchscale.py."""
+    shape = {"max_wsi_size": 250_000, "global_pool": global_pool}
+    model = gigapath.create_model(weights[1], SMALL, 20, slide_ngrids=12, **shape)
     # as the original: whoever does not train it says so
-    assert model.training and model.dropout.p == 0.25
-    tiles, coords = torch.randn(2, 43, 20), torch.rand(2, 43, 2) * 12 * 256
-    exact = {name: x.double() for name, x in maker.weights.items()}
-    shape = Shape(16, config.segment_lengths, (1, 2, 4, 8, 16))
-    true = reference.slide_encoder(exact, tiles.double(), coords.double(), shape, grid=12, global_pool=global_pool)
-    model.eval()
-    (vectors,), states = model(tiles, coords), model(tiles, coords, all_layer_embed=True)
-    assert isinstance(states, list) and len(states) == 3
-    for mine, theirs in zip([vectors, *states], true, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
+    assert model.training
+    loaded = load_torchscale(weights[1], ignore=["pos_embed"], grid_size=12, dropout=0.25, drop_path=0.1, **shape)
+    assert model.config == loaded.config
+    batch = torch.randn(2, 43, 20), torch.rand(2, 43, 2) * 12 * 256
+    (vectors,), states = model.eval()(*batch), model(*batch, all_layer_embed=True)
+    assert torch.equal(vectors, loaded(*batch)) and isinstance(states, list)
+    assert all(map(torch.equal, states, loaded(*batch, all_layers=True))) and len(states) == 3
 
 
 def test_random_weights_only_where_they_are_asked_for(weights: tuple[Maker, str]) -> None:

@@ -193,12 +193,16 @@ def check(found: dict[str, Any], expected: dict[str, Any], rounding: float = TOL
 
 CASES: dict[str, dict[str, Any]] = {
     "odd length": {"size": 2, "batch": 2},
-    "data parallel too, an epoch": {"size": 2, "world": 4, "args": {"max_steps": -1, "num_train_epochs": 1}},
-    "processes that are not neighbours": {"size": 2, "world": 4, "is_strided": True},
+    "data parallel too, an epoch, of no neighbours": {
+        "size": 2,
+        "world": 4,
+        "is_strided": True,
+        "args": {"max_steps": -1, "num_train_epochs": 1},
+    },
     "more processes than heads of keys": {"size": 4, "length": 21, "options": {"layout": "striped"}},
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
     "packed documents, a mask of ones in the shared batches": {"size": 2, "kind": "packed", "has_ones": True},
-    "windows and sinks": {"size": 2, "world": 4, "model": "gpt_oss", "rounding": 1e-6},
+    "windows and sinks": {"size": 2, "model": "gpt_oss", "rounding": 1e-6},
     "softcap": {"size": 2, "model": "gemma2", "rounding": 2e-5},
     "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},
     "checkpoints": {

@@ -99,10 +99,10 @@ FAMILIES = {
     "gemma2": Family(gemma2, rounding=EAGER_TOLERANCE),
     "gemma3": Family(gemma3, rounding=EAGER_TOLERANCE),
     "gpt_oss": Family(gpt_oss, tells_positions=False),
-    "bert": Family(bert, is_causal=False),
+    # in training, too, it computes the same
+    "bert": Family(functools.partial(bert, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), is_causal=False),
     "modernbert": Family(modernbert, is_causal=False),
 }
-DECODERS = tuple(name for name, family in FAMILIES.items() if family.is_causal)
 
 
 @pytest.fixture(autouse=True)
@@ -126,19 +126,14 @@ def inputs(variant: str) -> dict[str, Any]:
     return {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_attention_written_out_is_eager(family: str) -> None:
-    model = FAMILIES[family].make()
-    assert error(results(on(model, "literal"), inputs("plain")), results(on(model, "eager"), inputs("plain"))) <= EAGER_TOLERANCE
-
-
-@pytest.mark.parametrize("variant", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("variant", ["padded", "packed"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_process(family: str, name: str, variant: str) -> None:
     """Without torch.distributed a ring has one process."""
     if variant == "packed" and not FAMILIES[family].is_causal:
-        pytest.skip("transformers finds packed documents in decoders alone")
+        # transformers finds packed documents in decoders alone
+        variant = "plain"
     model, given = FAMILIES[family].make(), inputs(variant)
     if variant != "packed":
         expected = results(on(model, "literal"), given, given.get("attention_mask"))
@@ -157,12 +152,12 @@ def test_one_process(family: str, name: str, variant: str) -> None:
     assert error(results(on(model, name), given, weights=weights), expected) <= FAMILIES[family].rounding
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_and_activation_checkpointing(family: str) -> None:
-    """transformers computes its losses in float32."""
+    """transformers computes its losses in float32, as its eager attention its softmax."""
     model, ids = FAMILIES[family].make(), tokens()
     found = []
-    for name, checkpointed in (("eager", False), *((name, True) for name in NAMES)):
+    for name, checkpointed in (("eager", False), ("literal", False), *((name, True) for name in NAMES)):
         on(model, name).train()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -185,9 +180,8 @@ def shared_call(vocab_size: int) -> tuple[dict[str, Any], torch.Tensor]:
 SETTINGS = {"dense": DENSE, "dilated": {"segment_lengths": LENGTHS, "dilation_rates": RATES}}
 
 
-@functools.cache
 def expected_of(family: str, settings: str) -> dict[str, torch.Tensor]:
-    """What one process computes; once for the processes of all worlds."""
+    """What one process computes."""
     LITERAL[0] = DilatedPattern(SETTINGS[settings]["segment_lengths"], SETTINGS[settings]["dilation_rates"])
     model = FAMILIES[family].make()
     whole, weights = shared_call(model.config.vocab_size)
@@ -222,8 +216,10 @@ def _with_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "zigzag"), (4, "striped"), (8, "contiguous")])
+@pytest.mark.parametrize(
+    ("world", "layout", "settings"),
+    [(2, "contiguous", "dense"), (3, "zigzag", "dilated"), (4, "striped", "dense"), (8, "contiguous", "dilated")],
+)
 def test_processes_share_a_sequence(world: int, layout: str, settings: str) -> None:
     """49 positions, with 2 heads of keys for up to 8 processes. Two processes run every family, 3 and 4 a half of them each."""
     some = {2: list(FAMILIES), 3: list(FAMILIES)[::2], 4: list(FAMILIES)[1::2], 8: ["gpt_oss"]}[world]

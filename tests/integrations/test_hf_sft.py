@@ -25,11 +25,9 @@ TOLERANCE = 1e-7
 # what is trained on, and the trainer's settings
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "dft": {"loss_type": "dft"},
     "packing": {"packing": True, "max_length": 49, "per_device_train_batch_size": 1},
-    "completion": {"completion_only_loss": True},
+    "completion": {"completion_only_loss": True, "loss_type": "dft"},
     "lora": {},
-    "metrics": {},
 }
 
 
@@ -63,7 +61,6 @@ def tuned(rank: int, world: int, folder: str, kind: str, size: int | None = None
 
             torch.manual_seed(0)
             more["peft_config"] = peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        if kind == "metrics":
             more["compute_metrics"] = lambda found: {"mean": float(found.predictions.mean())}
         trainer = trl.SFTTrainer(
             llama(), config, train_dataset=rows(12, kind), eval_dataset=rows(3, kind), processing_class=tokenizer(), **more

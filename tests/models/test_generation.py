@@ -43,7 +43,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     # on one process
     "ring_dilated": {"attention": "ring_dilated", **DILATED},
-    "ring": {"attention": "ring"},
     "ring_block_sparse": {"attention": "ring_block_sparse", "block_pattern": WINDOW},
 }
 N = 110
@@ -206,43 +205,21 @@ def test_a_cache_holds_what_can_be_read_and_says_so() -> None:
     with pytest.raises(RuntimeError, match="needs 25 more pages of 4 positions"):
         pages.free(1)
         lm(tokens_of(1, 100), cache=pages.of(1))
+    # what found no page may be tried again
+    prefill(lm, tokens_of(1, 30), pages.of(1))
 
 
-def test_a_pass_that_found_no_page_may_be_tried_again() -> None:
-    lm = frozen("llama")
-    requests = Requests(lm, PagedKVCache(lm.config, 2, 60, page_size=4, num_pages=11))
-    requests.read(1, 20)
-    requests.read(0, 6)
-    with pytest.raises(RuntimeError, match="free a request"):
-        requests.read(0, 34)
-    requests.cache.free(1)
-    requests.read(0, 33)
-
-
-def test_a_pass_of_another_size_or_that_has_ended_is_refused() -> None:
+def test_lengths_grow_at_the_end_of_a_pass_beside_which_there_is_no_other() -> None:
     lm = frozen("window")
     tokens, cache = tokens_of(2, 60), KVCache(lm.config, 2, 60)
-    full, chunk = lm(tokens), cache.begin(2, 6)
-    with pytest.raises(ValueError, match=r"x has \(batch, positions\) \(2, 1\) and this pass was begun for \(2, 6\); begin one"):
-        lm(tokens[:, :1], cache=chunk)
-    with pytest.raises(RuntimeError, match="has not ended"):
-        cache.begin(2, 3)
-    close(lm(tokens[:, :6], cache=chunk), full[:, :6])
-    assert cache.lengths == [0, 0]
-    chunk.end()
-    single = cache.begin(2, 1)
-    close(lm(tokens[:, 6:7], cache=single), full[:, 6:7])
-    single.end()
-    assert cache.lengths == [7, 7]
-    freed = cache.begin(2, 4)
-    for request in range(2):
-        cache.free(request)
-    prefill(lm, tokens[:, :7], cache)
-    for late in (chunk, single, freed):
-        for call in (lambda late=late: lm(tokens[:, : late.count], cache=late), late.end):
-            with pytest.raises(ValueError, match="this pass has ended, or its requests have changed"):
-                call()
-    close(lm(tokens[:, 7:20], cache=cache), full[:, 7:20])
+    full = lm.hidden(tokens)
+    with cache.reading(2, 6) as chunk:
+        with pytest.raises(RuntimeError, match="has not ended"):
+            lm(tokens[:, :3], cache=cache)
+        close(lm.hidden(tokens[:, :6], cache=chunk), full[:, :6])
+        assert cache.lengths == [0, 0]
+    assert cache.lengths == [6, 6]
+    close(lm.hidden(tokens[:, 6:20], cache=cache), full[:, 6:20])
 
 
 TOKENS = torch.ones(2, 4, dtype=torch.int64)

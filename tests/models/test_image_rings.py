@@ -81,7 +81,7 @@ def check_gradients(alone: nn.Module, spread: nn.Module, what: str, least: int =
 
 
 # (global_pool, tiles, checkpointed): tiles that 2, 3, 4, 6 processes or runs divide with each remainder
-CASES = ((False, 23, False), (True, 23, True), (False, 36, True), (True, 30, False), (False, 31, False))
+CASES = ((False, 23, False), (True, 36, True), (True, 30, False), (False, 31, True))
 
 
 def slides_are_those_of_one_process(rank: int, world: int, layout: str) -> None:
@@ -173,7 +173,7 @@ def drop_path_is_the_first_processs(rank: int, world: int) -> None:
         whole = slide(17, batch=6)
         packed = collate_slides([tuple(x[0] for x in slide(n, seed=n)) for n in (4, 9, 1, 12, 3)])
         seen = []
-        for seed in range(3):
+        for seed in range(2):
             for tiles, coords, bounds in ((*whole, None), packed):
                 torch.manual_seed(seed)
                 expected = alone(tiles, coords, cu_seqlens=bounds)

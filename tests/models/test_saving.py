@@ -64,8 +64,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", WRITERS)
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
-@pytest.mark.parametrize("call", ["fsync", "replace", "mkdir"])
+@pytest.mark.parametrize(
+    ("call", "error"), [("fsync", OSError(28, "No space left on device")), ("replace", KeyboardInterrupt()), ("mkdir", KeyboardInterrupt())]
+)
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside(what: str, error: BaseException, call: str, tmp_path: Path) -> None:
     WRITERS[what](tmp_path, 1)
     old = contents(tmp_path)

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dilated_attention import DilatedPattern, modules
+from dilated_attention import DilatedPattern, modules, shard_sequence
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
-from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
+from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention, RingMultiheadDilatedAttention
+from dilated_attention.modules.rotary import xpos_max_length
 from dilated_attention.pattern import LocalWindow
+from tests.helpers.pool import pool_of
 
 LENGTHS, RATES = [4, 8], [1, 2]
 DOCUMENTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
@@ -155,12 +158,6 @@ def test_rotation_keeps_its_accuracy_at_far_positions(dtype: torch.dtype) -> Non
     torch.testing.assert_close(ours.double(), rotated(x.double(), positions, 10000.0), rtol=0, atol=3e-6)
 
 
-def test_half_precision_is_rotated_in_float32() -> None:
-    x, positions = make_x(1, 8)[..., None, :].bfloat16(), torch.arange(1000, 1008)
-    assert turn(x, positions).dtype is torch.bfloat16
-    assert torch.equal(turn(x, positions), turn(x.float(), positions).bfloat16())
-
-
 @pytest.mark.parametrize("make", [lambda **s: DilatedAttention(LENGTHS, RATES, **s), make_layer], ids=["dilated", "multihead"])
 def test_dropout_acts_in_training_only_and_repeats_under_a_seed(make: Any) -> None:
     module, without = make(dropout=0.5), make()
@@ -183,7 +180,7 @@ def test_dropout_acts_in_training_only_and_repeats_under_a_seed(make: Any) -> No
 @pytest.mark.parametrize(
     ("call", "base"),
     # of XPOS; with the last one the documents' lengths are read, and scores that the causal mask hides are infinite
-    [("causal", None), ("causal", 6.0), ("padding", None), ("documents", 6.0), ("documents", 0.01)],
+    [("causal", None), ("documents", 6.0), ("documents", 0.01)],
 )
 def test_the_multihead_module_compiles_to_one_graph(call: str, base: float | None) -> None:
     torch._dynamo.reset()
@@ -236,12 +233,6 @@ def test_a_layer_on_meta_is_built_then_filled_as_if_built_at_once() -> None:
     built.reset_parameters()
     for (name, ours), (_, theirs) in zip(layer.named_parameters(), built.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-
-
-def test_device_and_dtype_reach_every_parameter() -> None:
-    layer = MultiheadDilatedAttention(16, 4, LENGTHS, RATES, qk_norm=True, rotary=True, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
-    assert layer(make_x(dtype=torch.bfloat16))[0].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("settings", [{}, {"qk_norm": True, "rotary": True}], ids=str)
@@ -363,6 +354,50 @@ def test_sinks_that_a_first_call_makes_are_trained_like_any(kind: Any, call: str
     assert torch.equal(module.sinks.grad, other.sinks.grad)
 
 
+# --- XPOS, whose factors grow and shrink with the distance --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_longest_sequence_of_xpos_fits_its_dtype_and_longer_ones_are_refused(dtype: torch.dtype) -> None:
+    longest = xpos_max_length(0.5, dtype)
+    layer = make_layer(rotary=True, xpos_scale_base=0.5, dtype=dtype)
+    for length in (longest, longest - 1):
+        # the rotation may lengthen one component by √2
+        q = torch.full((1, length, 4, 4), 7.5, dtype=dtype)
+        assert all(bool(x.isfinite().all()) for x in layer.rotate(q, q, torch.arange(length), None))
+    x = make_x(1, longest + 1).to(dtype)
+    with pytest.raises(ValueError, match=rf"the sequence has {longest + 1} positions.*{dtype} beyond {longest}: use a larger"):
+        layer(x)
+    # packed, the documents count
+    fits = torch.tensor([0, 4, longest + 1], dtype=torch.int32)
+    assert bool(layer(x, cu_seqlens=fits, is_causal=True)[0].isfinite().all())
+    with pytest.raises(ValueError, match=rf"a document has {longest + 1} positions.*beyond {longest}"):
+        layer(x, cu_seqlens=torch.tensor([0, longest + 1], dtype=torch.int32))
+
+
+def test_the_documented_limits_of_xpos_are_these() -> None:
+    assert [xpos_max_length(512.0, dtype) for dtype in (torch.float16, torch.bfloat16)] == [6798, 70251]
+
+
+def test_half_precision_factors_are_rounded_once() -> None:
+    layer, x = make_layer(**ROTARY[1], dtype=torch.bfloat16), make_x().bfloat16()
+    q, k, _ = layer.project(x, x, x)
+    wide = make_layer(**ROTARY[1]).rotate(q.double(), k.double(), torch.arange(14), None)
+    for got, want in zip(layer.rotate(q, k, torch.arange(14), None), wide, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-6)
+
+
+def refused_by_the_whole_length(rank: int, world: int) -> None:
+    (part,) = shard_sequence(dist.group.WORLD, [make_x()], [1])
+    with pytest.raises(ValueError, match="the sequence has 14 positions"):
+        RingMultiheadDilatedAttention(16, 4, LENGTHS, RATES, rotary=True, xpos_scale_base=0.01, dtype=torch.float64)(part)
+
+
+def test_all_processes_refuse_alike() -> None:
+    """What they compute: tests/distributed/test_ring_modules.py."""
+    pool_of(2).run(refused_by_the_whole_length)
+
+
 # --- in torch's own layers -------------------------------------------------------------------------------------------------------------
 
 MULTIHEAD = [name for name in modules.__all__ if "Multihead" in name]
@@ -441,20 +476,3 @@ def test_padding_of_torchs_layers_compiles() -> None:
     assert torch.equal(compiled(make_x(), key_padding_mask=floating)[0], layer(make_x(), key_padding_mask=PADDING)[0])
     with pytest.raises(RuntimeError, match="values other than 0 and -inf"):
         compiled(make_x(), key_padding_mask=floating + 1)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("bias", [True, False])
-def test_one_whole_segment_without_layer_norm_is_torchs_multihead_attention(bias: bool, is_causal: bool) -> None:
-    layer = make_layer(segment_lengths=[64], dilation_rates=[1], layer_norm=False, bias=bias)
-    theirs = nn.MultiheadAttention(16, 4, bias=bias, batch_first=True, dtype=torch.float64)
-    projections = [layer.q_proj, layer.k_proj, layer.v_proj]
-    state = {"in_proj_weight": torch.cat([p.weight for p in projections]), "out_proj.weight": layer.out_proj.weight}
-    if bias:
-        state |= {"in_proj_bias": torch.cat([p.bias for p in projections]), "out_proj.bias": layer.out_proj.bias}
-    theirs.load_state_dict(state)
-    query, key, value = (make_x(seed=i) for i in range(3))
-    mask = torch.ones(14, 14, dtype=torch.bool).triu(1) if is_causal else None
-    reference, _ = theirs(query, key, value, key_padding_mask=PADDING, attn_mask=mask, need_weights=False)
-    ours, _ = layer(query, key, value, key_padding_mask=PADDING, is_causal=is_causal, need_weights=False)
-    torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)

@@ -1,16 +1,36 @@
-"""What slide encoders and vision transformers share: LongNet's encoder, a norm and a head, over a sequence that processes may share."""
+"""What slide encoders and vision transformers share: LongNet's encoder, a norm and a head, over a sequence that processes may share.
+
+There a class token is a position of the sequence, so S of them change which process holds which tile. With contiguous shards of 9 tiles
+over 2 processes and one class token c, tile 4 moves:
+
+    tiles        0 1 2 3 4 | 5 6 7 8
+    sequence   c 0 1 2 3 | 4 5 6 7 8
+
+All class tokens begin on the first process. For contiguous shards at most S rows leave a process, for zigzag 2S; of striped shards
+almost all rows move.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from dilated_attention.distributed.sharding.layout import LAYOUTS
+from dilated_attention.distributed.comm.group import members_named
+from dilated_attention.distributed.comm.p2p import wire_of
+from dilated_attention.distributed.sharding.layout import LAYOUTS, ShardSpec, Span, spans
+from dilated_attention.distributed.sharding.reshard import reshard
+from dilated_attention.functional.arguments import place_in
+from dilated_attention.models.loss import sum_over_group
 from dilated_attention.models.saving import Pretrained
 from dilated_attention.models.stack import LongNetEncoder, ModelOptions, stack_options
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import one_of, shown
+
+Run = tuple[int, int]
 
 
 class ImageModel(Pretrained):
@@ -44,3 +64,93 @@ class ImageModel(Pretrained):
     def _shared(self) -> RingSettings | None:
         """How several processes share a sequence; None for one process."""
         return self.ring if self.ring is not None and self.ring.group_name else None
+
+
+def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
+    """Returns the runs [first, last) of a process's rows that are at positions in [start, stop)."""
+    found, row = [], 0
+    for first, last, step in held:
+        low, high = (row + len(range(first, min(end, last), step)) for end in (start, stop))
+        if low < high:
+            found.append((low, high))
+        row += len(range(first, last, step))
+    return found
+
+
+def holdings(bounds: Sequence[int], size: int, layout: str) -> tuple[list[ShardSpec], list[ShardSpec]]:
+    """Returns which positions of the sequence with class tokens each process holds: before rows move, when the first process holds all
+    class tokens above its tiles, and after. Slide i has the tiles [bounds[i], bounds[i + 1])."""
+    bounds, before = [int(bound) for bound in bounds], []
+    for rank in range(size):
+        held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
+        for span in spans(bounds[-1], rank, size, layout):
+            for slide, run in enumerate(itertools.pairwise(bounds), 1):
+                # a class token before a tile's own slide and before each earlier one
+                for tiles in (range(*span)[first:last] for first, last in rows_at([span], *run)):
+                    held.append((tiles.start + slide, tiles.stop + slide, tiles.step))
+        before.append(ShardSpec(tuple(held), (0, 1)))
+    return before, [ShardSpec(spans(bounds[-1] + len(bounds) - 1, rank, size, layout), (0, 1)) for rank in range(size)]
+
+
+def insert_class_tokens(x: torch.Tensor, token: torch.Tensor, bounds: Sequence[int], ring: RingSettings) -> torch.Tensor:
+    """Returns this process's rows (B, n′, E) of the sequence with class tokens, from its rows x (B, n, E) of the tiles, in the order of the
+    layout. All processes must call it.
+
+    ``token`` (E,), in x's dtype, goes before the first tile of each slide; ``bounds``: of the slides in the whole sequence of tiles. If n
+    rows are no shard of the tiles, it returns a row too many: the attention that follows then refuses them, on all processes alike.
+    """
+    # a process that holds no class token takes no row of it, so that its gradient is zeros there and not None
+    tokens = token.expand(x.shape[0], 0 if ring.place()[0] else len(bounds) - 1, -1)
+    return move_rows(torch.cat((tokens, x), 1), bounds, ring.group_name, ring.layout, ring.timeout, False)
+
+
+@torch.library.custom_op("dilated_attention::move_rows", mutates_args=())
+def move_rows(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, timeout: float, inverse: bool) -> torch.Tensor:
+    """Moves rows (B, n, E) to the processes that hold them after, see ``holdings``; ``inverse``: back, which is the derivative."""
+    members = members_named(group_name)
+    old, new = holdings(bounds, members.size, layout)
+    if inverse:
+        old, new = new, old
+    expected = old[members.rank].rows
+    rows = x if x.shape[1] == expected else x.new_zeros(x.shape[0], expected, x.shape[2])
+    wire = wire_of(members, timeout, x.device)
+    moved = reshard([rows[:, :, None]], [old], [new], members.rank, wire, "class tokens")[0][:, :, 0]
+    return moved if rows is x else x.new_zeros(x.shape[0], moved.shape[1] + 1, x.shape[2])
+
+
+@move_rows.register_fake
+def _(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, timeout: float, inverse: bool) -> torch.Tensor:
+    rank, size = place_in(group_name)
+    return x.new_empty(x.shape[0], holdings(bounds, size, layout)[not inverse][rank].rows, x.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.settings = inputs[1:-1]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return move_rows(grad, *ctx.settings, True), None, None, None, None, None
+
+
+move_rows.register_autograd(_backward, setup_context=_keep)
+
+
+def means_of_runs(x: torch.Tensor, runs: Sequence[Run], seq_len: int, ring: RingSettings | None) -> torch.Tensor:
+    """Averages the rows x (B, n, E) at the positions of each disjoint run [start, stop) over all processes, which must all call it
+    (``ring``: None where this process holds the whole sequence of ``seq_len``).
+
+    Returns (B, runs, E) in x's dtype, equal on all processes. A process's gradient is the sum over all processes' losses, as
+    ``average_gradients``, DDP and FSDP2 need it.
+    """
+    held = ((0, seq_len, 1),) if ring is None else spans(seq_len, *ring.place(), ring.layout)
+    pieces = sorted((*rows, index) for index, run in enumerate(runs) for rows in rows_at(held, *run))
+    edges = [0, *(edge for first, last, _ in pieces for edge in (first, last)), x.shape[1], x.shape[1]]
+    # the backward of one split is one tensor, that of each slice would be one of x's size
+    parts = x.split([b - a for a, b in itertools.pairwise(edges)], dim=1)
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    # the sum of no rows ties a process without rows to the backward, in which all must take part
+    sums = [parts[-1].sum(1, dtype=dtype)] * len(runs)
+    for (_, _, index), part in zip(pieces, parts[1::2], strict=False):
+        sums[index] = sums[index] + part.sum(1, dtype=dtype)
+    means = torch.stack([total / (stop - start) for total, (start, stop) in zip(sums, runs, strict=True)], 1)
+    return (means if ring is None else sum_over_group(means, ring.group_name)).to(x.dtype)

@@ -11,11 +11,9 @@ from torch import nn
 from typing_extensions import Unpack
 
 from dilated_attention.functional.options import shows_options
-from dilated_attention.models.images.base import ImageModel
-from dilated_attention.models.images.class_tokens import insert_class_tokens, means_of_runs
-from dilated_attention.models.images.positions import grid_positions
+from dilated_attention.models.images.base import ImageModel, insert_class_tokens, means_of_runs
 from dilated_attention.models.images.slide_config import SlideEncoderConfig
-from dilated_attention.models.images.slides import check_finite, checked_slides, rows_of_slides, wrong_step
+from dilated_attention.models.images.slides import check_finite, checked_slides, grid_positions, rows_of_slides, wrong_step
 from dilated_attention.models.stack import ModelOptions
 from dilated_attention.models.text import has_values
 from dilated_attention.pattern.checks import as_int

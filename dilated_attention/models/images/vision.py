@@ -15,8 +15,7 @@ from typing_extensions import Unpack
 from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.functional.options import shows_options
 from dilated_attention.models.config import TORCHSCALE_ENCODER, LongNetConfig, ModelConfig, as_size
-from dilated_attention.models.images.base import ImageModel
-from dilated_attention.models.images.class_tokens import means_of_runs
+from dilated_attention.models.images.base import ImageModel, means_of_runs
 from dilated_attention.models.images.slide_config import checked_encoder
 from dilated_attention.models.stack import ModelOptions
 from dilated_attention.pattern.checks import as_int, one_of
