@@ -11,8 +11,8 @@ from dilated_attention import validation as check
 from dilated_attention.backends import AttentionRequest, Hardware
 from dilated_attention.backends.hardware import hardware_of
 from dilated_attention.engine.decode import dispatch as select
-from dilated_attention.engine.decode.dispatch import Cached, Explained
-from dilated_attention.engine.decode.keys import row_keys
+from dilated_attention.engine.decode.dispatch import Explained
+from dilated_attention.engine.decode.keys import Cached, row_keys
 from dilated_attention.engine.ops.transforms import refuse_transforms
 from dilated_attention.functional.options import DecodeOptions, check_names, shows_options
 from dilated_attention.pattern import BlockPattern, DilatedPattern

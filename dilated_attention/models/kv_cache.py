@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.engine.decode import dispatch
-from dilated_attention.engine.decode.dispatch import Cached
-from dilated_attention.engine.decode.keys import RowKeys, Runs, WindowKeys, row_keys
+from dilated_attention.engine.decode.keys import Cached, RowKeys, Runs, WindowKeys, row_keys
 from dilated_attention.functional.arguments import autocast
 from dilated_attention.models.config import LongNetConfig, as_config, as_size
 from dilated_attention.models.summary import readable

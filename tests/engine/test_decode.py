@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
 from dilated_attention.backends import Hardware
-from dilated_attention.engine.decode.dispatch import Cached, torch_decode
-from dilated_attention.engine.decode.keys import RowKeys, row_keys
+from dilated_attention.engine.decode.dispatch import torch_decode
+from dilated_attention.engine.decode.keys import Cached, RowKeys, row_keys
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.pattern import (
     Axial,

@@ -20,7 +20,7 @@ from dilated_attention import (
 )
 from dilated_attention.backends import registry
 from dilated_attention.engine import memory
-from dilated_attention.engine.decode.dispatch import Cached
+from dilated_attention.engine.decode.keys import Cached
 from dilated_attention.pattern import LocalWindow
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free."

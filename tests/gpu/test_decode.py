@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dilated_attention.engine.decode import dispatch
-from dilated_attention.engine.decode.dispatch import Cached
-from dilated_attention.engine.decode.keys import row_keys
+from dilated_attention.engine.decode.keys import Cached, row_keys
 from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Stepper, prefill
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow, Strided

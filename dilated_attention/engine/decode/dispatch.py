@@ -1,10 +1,6 @@
 """Selects the kernel that decodes a row: this project's Triton kernel, FlashAttention-3 where rows read every key, or plain torch.
 
-The layout of the cache: position p of request b is stored at slot p mod capacity of the request's stretch of the cache. In a paged cache,
-it is at slot p mod page_size of page ``table[b, p // page_size]``. A stretch may keep its first slots permanently, as global tokens need,
-and use the rest as a ring buffer.
-
-Shape letters as in ``keys.py``; in addition, C slots of a stretch or a page, and L keys of a row.
+Shape letters as in ``keys.py``; in addition, L keys of a row.
 """
 
 from __future__ import annotations
@@ -22,51 +18,9 @@ from dilated_attention.backends.flash import flash3
 
 # models, which do not import backends, ask for it here
 from dilated_attention.backends.hardware import has_kernels as has_kernels
-from dilated_attention.engine.decode.keys import Runs
+from dilated_attention.engine.decode.keys import Cached, Runs
 from dilated_attention.engine.memory import explains_shortage
 from dilated_attention.engine.sinks import add_sinks_
-
-
-@dataclass(frozen=True, eq=False)
-class Cached:
-    """The cached keys and values of one layer.
-
-    Args:
-        k, v: (B, C, K, D), or with a table (pages, C, K, D); any strides, the last one 1.
-        table: (B, pages of a request) int32; None if each request has one stretch, in which positions wrap around.
-        wraps: whether positions reach C, so that slots are reused. Only without a table.
-        fixed: number of first positions whose slots are never reused.
-    """
-
-    k: Tensor
-    v: Tensor
-    table: Tensor | None = None
-    wraps: bool = False
-    fixed: int = 0
-
-    @property
-    def slots(self) -> int:
-        return self.k.shape[1]
-
-    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (first index, second index) into k and v for positions (B, …) int64."""
-        batch = torch.arange(positions.shape[0], device=positions.device).view(-1, *(1,) * (positions.ndim - 1))
-        if self.table is not None:
-            return self.table[batch, positions // self.slots].long(), positions % self.slots
-        slot = positions
-        if self.wraps:
-            slot = torch.where(positions < self.fixed, positions, self.fixed + (positions - self.fixed) % (self.slots - self.fixed))
-        return batch.expand_as(slot), slot
-
-    def write(self, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores k, v (B, n, K, D) at positions (B, n)."""
-        at = self.places(positions)
-        self.k[at], self.v[at] = k, v
-
-    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies (B, n, K, D) of the keys and values at positions (B, n)."""
-        at = self.places(positions)
-        return self.k[at], self.v[at]
 
 
 def torch_decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The keys that a row of attention reads, as a few runs of evenly spaced keys, computed on the device from the row's position alone.
+"""The cached keys that a row of attention reads, as a few runs of evenly spaced keys, computed on the device from the row's position alone.
 
 A branch of a dilated pattern, a window, dense attention and a kept block are each one run: keys first, first + stride, … up to some count.
 A key in several runs counts once for each, like the multiplicity m of docs/meaning.md. Tables have static shapes, so a captured
@@ -325,3 +325,49 @@ def row_keys(
         bounded = [left for left in lefts if left is not None]
         return WindowKeys(min(bounded) if bounded else None, max_length, device)
     return BlockKeys(pattern, num_heads, max_length, device)
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """The cached keys and values of one layer.
+
+    Position p of request b is stored at slot p mod capacity of the request's stretch of the cache. In a paged cache, it is at slot
+    p mod page_size of page ``table[b, p // page_size]``. A stretch may keep its first slots permanently, as global tokens need, and use
+    the rest as a ring buffer. C: slots of a stretch or a page.
+
+    Args:
+        k, v: (B, C, K, D), or with a table (pages, C, K, D); any strides, the last one 1.
+        table: (B, pages of a request) int32; None if each request has one stretch, in which positions wrap around.
+        wraps: whether positions reach C, so that slots are reused. Only without a table.
+        fixed: number of first positions whose slots are never reused.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None = None
+    wraps: bool = False
+    fixed: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[1]
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (first index, second index) into k and v for positions (B, …) int64."""
+        batch = torch.arange(positions.shape[0], device=positions.device).view(-1, *(1,) * (positions.ndim - 1))
+        if self.table is not None:
+            return self.table[batch, positions // self.slots].long(), positions % self.slots
+        slot = positions
+        if self.wraps:
+            slot = torch.where(positions < self.fixed, positions, self.fixed + (positions - self.fixed) % (self.slots - self.fixed))
+        return batch.expand_as(slot), slot
+
+    def write(self, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k, v (B, n, K, D) at positions (B, n)."""
+        at = self.places(positions)
+        self.k[at], self.v[at] = k, v
+
+    def read(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies (B, n, K, D) of the keys and values at positions (B, n)."""
+        at = self.places(positions)
+        return self.k[at], self.v[at]

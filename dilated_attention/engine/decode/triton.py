@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention.backends.hardware import multiprocessors, on_device
-from dilated_attention.engine.decode.dispatch import Cached
-from dilated_attention.engine.decode.keys import Runs
+from dilated_attention.engine.decode.keys import Cached, Runs
 
 Table = tuple[Tensor, Tensor]
 
