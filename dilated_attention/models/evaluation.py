@@ -21,13 +21,13 @@ from dilated_attention.pattern.checks import as_int
 # positions of a window where the attention has no longest segment
 _CONTEXT = 8192
 _NOT_SCORED = -100
-# of the tokens of a model that sees both sides, the share that is hidden, and which these are
+# share of tokens that are hidden from a model that sees both sides, and seed that picks them
 _HIDDEN, _SEED = 0.15, 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The targets of all windows that have between ``least`` and ``most`` positions to see, the window's first ones included."""
+    """The targets that could see ``least`` … ``most`` inputs, over all windows, including targets that are scored in another window."""
 
     least: int
     most: int
@@ -41,10 +41,10 @@ class Evaluation:
 
     Args:
         bits: mean of −log2 p(target) over the scored targets.
-        scored: their number.
-        context, stride: of the windows, in positions.
-        windows: how many were read.
-        positions: inputs of all windows.
+        scored: number of scored targets.
+        context, stride: positions of a window, and from one window to the next.
+        windows: number of windows that were read.
+        positions: number of inputs of all windows.
         seconds: time of all windows.
         by_position: mean bits by the number of inputs that a target could see, in powers of two, over all targets of all windows; empty
             if attention is not causal.
@@ -111,7 +111,7 @@ def evaluate(
     stride = max(1, context // 2) if stride is None else as_int("stride", stride, minimum=1)
     if stride > context:
         raise ValueError(f"stride is {stride}; expected at most context = {context}, or tokens between windows would not be scored")
-    shift, targets_of, windows = int(config.is_causal), [], []
+    shift, target_masks, windows = int(config.is_causal), [], []
     for i, record in enumerate(records):
         is_target = record != (UNKNOWN if config.vocab_size == NUM_BASES else _NOT_SCORED)
         if not config.is_causal:
@@ -119,37 +119,38 @@ def evaluate(
             is_target &= (torch.rand(len(record), dtype=torch.float32, generator=torch.Generator().manual_seed(_SEED)) < _HIDDEN).to(
                 record.device
             )
-        targets_of.append(is_target)
-        known = is_target.cpu()
-        # a genome may have long stretches of nothing but N
+        target_masks.append(is_target)
+        is_target_on_cpu = is_target.cpu()
         of_record = _windows(len(record), context, stride, config.is_causal)
-        windows += [(i, *window) for window in of_record if known[slice(*window[2:])].any()]
+        # a genome may have long stretches of nothing but N, whose windows have no targets
+        windows += [(i, *window) for window in of_record if is_target_on_cpu[slice(*window[2:])].any()]
     if num_windows is not None and as_int("num_windows", num_windows, minimum=1) < len(windows):
         windows = [windows[i * len(windows) // num_windows] for i in range(num_windows)]
     weight = model.output_weight
     device = weight.device
-    # by the power of two of the inputs that a target could see: nats and targets
-    sums, total = (torch.zeros(2, *shape, dtype=torch.float64, device=device) for shape in ((context.bit_length(),), ()))
+    # (nats, number of targets): of all targets, by floor(log2(number of inputs that a target sees)); and of the scored ones
+    sums = torch.zeros(2, context.bit_length(), dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     with eval_mode(model):
-        for i, first, end, scored, scored_end in windows:
+        for i, first, end, scored_start, scored_end in windows:
             # from the first input to the last target: the token after its input, or with attention to both sides the token itself
-            symbols, is_target = (x[i][first : end + shift].to(device) for x in (records, targets_of))
+            symbols, is_target = (x[i][first : end + shift].to(device) for x in (records, target_masks))
             inputs, targets = symbols.long()[: end - first], symbols.long().where(is_target, _NOT_SCORED)[shift:]
             if not config.is_causal:
                 inputs = inputs.where(~is_target, UNKNOWN)
             if config.kmer > 1:
                 inputs = kmers(inputs, config.kmer, both_sides=not config.is_causal)
             hidden = model.hidden(inputs[None])[0]
-            # the logits of a chunk of positions exist at a time; nats are 0 where a target is not scored
+            # only one chunk of positions has logits at a time; nats are 0 where there is no target
             rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
             chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
             nats = torch.cat([cross_entropy(x, weight, wanted, reduction="none") for x, wanted in chunks]).double()
-            # of two, the whole part of log2 of the inputs that a target sees
+            # floor(log2(number of inputs that a target sees)); without causality this is not the number, and its sums are dropped below
             power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
             sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
             # nats[i] are those of the target at first + shift + i
-            counted = slice(scored - first - shift, scored_end - first - shift)
+            counted = slice(scored_start - first - shift, scored_end - first - shift)
             total += torch.stack([nats[counted].sum(), (targets[counted] != _NOT_SCORED).sum()])
     nats_in_all, count = total.tolist()
     seconds = time.perf_counter() - start
@@ -166,19 +167,24 @@ def evaluate(
         positions=sum(end - first for _, first, end, *_ in windows),
         seconds=seconds,
         by_position=tuple(
-            Bucket(least=2**power, most=min(2 ** (power + 1) - 1, context), bits=nats_of / targets / math.log(2), targets=round(targets))
-            for power, (nats_of, targets) in enumerate(sums.T.tolist())
-            if targets and config.is_causal
+            Bucket(
+                least=2**power,
+                most=min(2 ** (power + 1) - 1, context),
+                bits=of_nats / num_targets / math.log(2),
+                targets=round(num_targets),
+            )
+            for power, (of_nats, num_targets) in enumerate(sums.T.tolist())
+            if num_targets and config.is_causal
         ),
     )
 
 
 def _windows(length: int, context: int, stride: int, is_causal: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first, end, scored, scored_end) of the windows of one record: their inputs are first … end − 1, and their targets that count
-    scored … scored_end − 1, as positions of the record. Every target is scored in one of them."""
-    scored, step = (1, context) if is_causal else (0, stride)
-    while scored < length:
-        scored_end = min(scored + step, length)
-        first = max(0, scored_end - 1 - context if is_causal else min((scored + scored_end - context) // 2, length - context))
-        yield first, scored_end - 1 if is_causal else min(first + context, length), scored, scored_end
-        scored, step = scored_end, stride
+    """Yields (first, end, scored_start, scored_end) of each window of one record: it reads inputs first … end − 1 and scores targets
+    scored_start … scored_end − 1, all as positions of the record. Every target is scored in one window."""
+    scored_start, step = (1, context) if is_causal else (0, stride)
+    while scored_start < length:
+        scored_end = min(scored_start + step, length)
+        first = max(0, scored_end - 1 - context if is_causal else min((scored_start + scored_end - context) // 2, length - context))
+        yield first, scored_end - 1 if is_causal else min(first + context, length), scored_start, scored_end
+        scored_start, step = scored_end, stride

@@ -1,7 +1,7 @@
 """The attention ops of one process, and the one definition of such an op: schema, fake implementation, derivatives, transforms, refusals.
 
-    forward(q, k, v, *masks, *settings) -> (out, lse, saved)
-    backward(dout, dlse, q, k, v, out, lse, saved, *masks, *settings) -> (dq, dk, dv, dslopes, dsinks)
+    forward(q, k, v, *optional, *settings) -> (out, lse, saved)
+    backward(dout, dlse, q, k, v, out, lse, saved, *optional, *settings) -> (dq, dk, dv, dslopes, dsinks)
 
 Dilated, block-sparse and distributed attention differ only in the ``ResolvedCall`` that computes a call. If no tracer, transform or
 profiler needs to see the op (``transforms.is_eager``), a call runs outside the dispatcher (``resolve.py``). Otherwise the op runs as
@@ -11,8 +11,8 @@ function that is made here. Forward mode is refused, because a tangent would oth
 A selective-checkpointing policy should list the forward ops as must-save, e.g. ``torch.ops.dilated_attention.dilated_attention``.
 
 FLOPs, for torch.utils.flop_counter: pairs of a block pattern are counted from the lists that kernels read, so packed documents and chosen
-blocks are counted exactly; tensors without values (fake, meta) count as a single document. For dilated branches, packed documents count as
-one sequence.
+blocks are counted exactly. Tensors without values (fake, meta) count as a single document, and chosen blocks by the pattern's mean number
+of pairs. For dilated branches, packed documents count as one sequence.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
 
 _QKV = "Tensor q, Tensor k, Tensor v"
-_MASKS = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept, Tensor? coordinates, Tensor? slopes, Tensor? sinks"
+_OPTIONAL = "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, Tensor? kept, Tensor? coordinates, Tensor? slopes, Tensor? sinks"
 _SETTINGS = "str settings, float scale, float dropout_p, SymInt query_offset, SymInt seq_len"
-_FORWARD = f"({_QKV}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+_FORWARD = f"({_QKV}, {_OPTIONAL}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 _OUTPUTS = "Tensor out, Tensor lse, Tensor saved"
-_BACKWARD = f"(Tensor dout, Tensor? dlse, {_QKV}, {_OUTPUTS}, {_MASKS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = f"(Tensor dout, Tensor? dlse, {_QKV}, {_OUTPUTS}, {_OPTIONAL}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+# where arguments stand: the settings and the two tensors before them in both schemas, q, k, v and the optional tensors in the backward's
 _NUM_SETTINGS = 5
+_SETTINGS_AT, _SLOPES_AND_SINKS_AT = slice(-_NUM_SETTINGS, None), slice(-_NUM_SETTINGS - 2, -_NUM_SETTINGS)
+_BACKWARD_QKV_AT, _BACKWARD_OPTIONAL_AT = slice(2, 5), slice(8, -_NUM_SETTINGS)
 
 
 def define_attention(
     name: str,
-    resolve: Callable[[torch.Tensor, torch.Tensor, Optional, CallSettings], ResolvedCall],
+    resolved_call: Callable[[torch.Tensor, torch.Tensor, Optional, CallSettings], ResolvedCall],
     alternative: str,
     *,
     new_saved: Callable[[tuple[Any, ...], CallSettings], torch.Tensor] | None = None,
@@ -55,20 +58,21 @@ def define_attention(
     """Defines the op ``torch.ops.dilated_attention.<name>`` and its backward ``<name>_backward``, and returns the forward op.
 
     Args:
-        resolve: returns what computes calls with these (q, k, key_padding_mask, settings).
+        resolved_call: returns what computes calls with these (q, k, key_padding_mask, settings).
         alternative: what error messages recommend instead, for second derivatives and forward mode at small N.
         new_saved: returns a tensor like the third output, given the inputs; by default an empty tensor.
     """
 
     def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        inputs, settings = arguments[: len(INPUTS)], settings_of(*arguments[len(INPUTS) :])
-        out, lse, saved = resolve(inputs[0], inputs[1], inputs[3], settings).run_forward(*inputs)
+        q, k, _, key_padding_mask, *_ = inputs = arguments[: len(INPUTS)]
+        resolved = resolved_call(q, k, key_padding_mask, settings_of(*arguments[_SETTINGS_AT]))
+        out, lse, saved = resolved.run_forward(*inputs)
         return out, lse, out.new_empty(0) if saved is None else saved
 
     def backward(*arguments: Any) -> Tensors:
-        dout, dlse, q, k, v, out, lse, saved, *masks = arguments[:-_NUM_SETTINGS]
-        resolved = resolve(q, k, masks[0], settings_of(*arguments[-_NUM_SETTINGS:]))
-        grads = resolved.run_backward(dout, dlse, (q, k, v, *masks), (out, lse, saved))
+        dout, dlse, q, k, v, out, lse, saved, key_padding_mask, *others = arguments[:-_NUM_SETTINGS]
+        resolved = resolved_call(q, k, key_padding_mask, settings_of(*arguments[_SETTINGS_AT]))
+        grads = resolved.run_backward(dout, dlse, (q, k, v, key_padding_mask, *others), (out, lse, saved))
         return tuple([q.new_empty(0) if x is None else x for x in grads])
 
     def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,12 +83,13 @@ def define_attention(
                 "use torch.export.export, or torch.compile (docs/limits.md)"
             )
         q, inputs = arguments[0], arguments[: len(INPUTS)]
-        saved = q.new_empty(0) if new_saved is None else new_saved(inputs, settings_of(*arguments[len(INPUTS) :]))
+        saved = q.new_empty(0) if new_saved is None else new_saved(inputs, settings_of(*arguments[_SETTINGS_AT]))
         return new_like(q), new_lse(q), saved
 
     def fake_backward(*arguments: Any) -> Tensors:
-        q, k, v, *numbers = *arguments[2:5], *arguments[-_NUM_SETTINGS - 2 : -_NUM_SETTINGS]
-        return new_like(q), new_like(k), new_like(v), *(q.new_empty(0) if x is None else new_like(x) for x in numbers)
+        q, k, v = arguments[_BACKWARD_QKV_AT]
+        slopes_and_sinks = arguments[_SLOPES_AND_SINKS_AT]
+        return new_like(q), new_like(k), new_like(v), *(q.new_empty(0) if x is None else new_like(x) for x in slopes_and_sinks)
 
     forward_op = torch.library.custom_op(f"dilated_attention::{name}", forward, mutates_args=(), schema=_FORWARD)
     backward_op = torch.library.custom_op(f"dilated_attention::{name}_backward", backward, mutates_args=(), schema=_BACKWARD)
@@ -106,10 +111,11 @@ def _register_derivatives(name: str, forward: Any, backward: Any, alternative: s
     def gradients(ctx: Any, dout: Optional, dlse: Optional, *_: Any) -> tuple[Optional, ...]:
         # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
-        (q, k, v, *masks), output = saved[: len(INPUTS)], saved[len(INPUTS) :]
-        *grads, dslopes, dsinks = backward(gradient_of_out(dout, q, output[0]), dlse, q, k, v, *output, *masks, *ctx.settings)
-        numbers = None if masks[-2] is None else dslopes, None if masks[-1] is None else dsinks
-        return *grads, *(None,) * (len(INPUTS) - 5), *numbers, *(None,) * _NUM_SETTINGS
+        (q, k, v, *others, slopes, sinks), output = saved[: len(INPUTS)], saved[len(INPUTS) :]
+        dout = gradient_of_out(dout, q, output[0])
+        dq, dk, dv, dslopes, dsinks = backward(dout, dlse, q, k, v, *output, *others, slopes, sinks, *ctx.settings)
+        dslopes, dsinks = None if slopes is None else dslopes, None if sinks is None else dsinks
+        return dq, dk, dv, *(None,) * len(others), dslopes, dsinks, *(None,) * _NUM_SETTINGS
 
     def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.set_materialize_grads(False)
@@ -148,18 +154,22 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
         @staticmethod
         def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
             given = dict(zip(names, args, strict=True))
-            # cu_seqlens is for batch size 1, a seed belongs to one call, what detached mixing saves is laid out for one batch, and the
-            # gradients of sinks and slopes are summed over it
-            names_alone = "cu_seqlens", "seed", "slopes", "sinks"
-            alone = any(given[x] is not None for x in names_alone) or settings_of(*args[-_NUM_SETTINGS:]).detached
-            return (each if alone else folded)(Transformed.apply, info.batch_size, in_dims, args)
+            # what cannot be folded into one larger batch: cu_seqlens is for batch size 1, a seed belongs to one call, what detached mixing
+            # saves is laid out for one batch, and the gradients of sinks and slopes are summed over it
+            cannot_fold = any(given[name] is not None for name in ("cu_seqlens", "seed", "slopes", "sinks"))
+            cannot_fold = cannot_fold or settings_of(*args[_SETTINGS_AT]).detached
+            rule = each if cannot_fold else folded
+            return rule(Transformed.apply, info.batch_size, in_dims, args)
 
     Transformed.__name__ = Transformed.__qualname__ = op._opoverload._schema.name.rpartition("::")[2]
     return Transformed
 
 
 def _new_saved(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
-    """Returns a tensor like the third output: over packed documents, whose number is not known without values, nothing is saved."""
+    """Returns a tensor like the third output, which only a forward that fuses its branches saves (``prepare.saved_elements``).
+
+    Over packed documents, whose number is not known without values, nothing is saved.
+    """
     q, k, *_, cu_seqlens = inputs[:5]
     may_save = cu_seqlens is None and settings.saves_outputs and fuses(detect(q.device), q.dtype)
     return q.new_empty(saved_elements(settings.pattern, q.shape, k.shape, q.element_size()) if may_save else 0)
@@ -184,21 +194,22 @@ block_sparse_dilated_attention_op = define_attention(
 def kept_pairs(lists: BlockLists, front: int = 0) -> int:
     """Counts the (query, key) pairs that lists keep, over all their groups, without the first ``front`` queries."""
     row, column = lists.row_of_entry % lists.num_rows, lists.columns.long()
-    low = torch.where(row == 0, front, 0)
-    high = (lists.num_queries - row * lists.q_block).clamp(max=lists.q_block)
-    width = (lists.num_keys - column * lists.k_block).clamp(max=lists.k_block)
+    # of each block the rows low … high − 1, and the first width columns
+    lows = torch.where(row == 0, front, 0)
+    highs = (lists.num_queries - row * lists.q_block).clamp(max=lists.q_block)
+    widths = (lists.num_keys - column * lists.k_block).clamp(max=lists.k_block)
     masks = torch.full_like(column, -1) if lists.masks is None else lists.masks.long()
     # many blocks share a mask, and nearly all use the whole of it
-    kinds, times = torch.stack((masks, low, high, width), 1).unique(dim=0, return_counts=True)
+    kinds, counts = torch.stack((masks, lows, highs, widths), 1).unique(dim=0, return_counts=True)
     total = 0
-    for (mask, first, last, end), number in zip(kinds.tolist(), times.tolist(), strict=True):
-        pairs = (last - first) * end if mask < 0 else int(unpacked(lists.bits[mask])[first:last, :end].sum())
-        total += pairs * number
+    for (mask, low, high, width), count in zip(kinds.tolist(), counts.tolist(), strict=True):
+        pairs = (high - low) * width if mask < 0 else int(unpacked(lists.bits[mask])[low:high, :width].sum())
+        total += pairs * count
     return total
 
 
 def _block_pairs(tensors: dict[str, Any], settings: CallSettings) -> int:
-    """Counts the pairs of the whole batch."""
+    """Counts the pairs of the whole batch, or estimates them for chosen blocks that have no values."""
     q, k = tensors["q"], tensors["k"]
     cu_seqlens, kept = (
         None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (tensors["cu_seqlens"], tensors["kept"])
@@ -219,17 +230,27 @@ def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:
     """Returns the formula of ops that take ``per_pair`` · D operations for a pair."""
 
     def flops(*arguments: Any, **_: Any) -> int:
-        inputs = (*arguments[2:5], *arguments[8:]) if is_backward else arguments
-        tensors, settings = dict(zip(INPUTS, inputs, strict=False)), settings_of(*inputs[len(INPUTS) :])
+        inputs = arguments[: len(INPUTS)]
+        if is_backward:
+            inputs = *arguments[_BACKWARD_QKV_AT], *arguments[_BACKWARD_OPTIONAL_AT]
+        tensors, settings = dict(zip(INPUTS, inputs, strict=True)), settings_of(*arguments[_SETTINGS_AT])
         q, k = tensors["q"], tensors["k"]
         if not q.numel():
             return 0
         pairs = _block_pairs(tensors, settings) if settings.blocks else 0
         if settings.branches is not None:
-            first, end = settings.query_offset, k.shape[1]
-            # a window as those kernels compute it that have none of their own
-            of_one = q.shape[2], k.shape[2], (first, first + q.shape[1]), (0, end), ((0, end),)
-            shape = Shape(*of_one, settings.is_causal, settings.window_sides, WINDOW_BLOCK)
+            first, all_keys = settings.query_offset, (0, k.shape[1])
+            shape = Shape(
+                num_heads=q.shape[2],
+                num_kv_heads=k.shape[2],
+                queries=(first, first + q.shape[1]),
+                keys=all_keys,
+                documents=(all_keys,),
+                is_causal=settings.is_causal,
+                window=settings.window_sides,
+                # windows are counted in steps of so many queries, as kernels without windows compute them
+                window_block=WINDOW_BLOCK,
+            )
             pairs += q.shape[0] * problems_of(settings.pattern, shape).pairs
         return per_pair * q.shape[3] * pairs
 
@@ -238,5 +259,5 @@ def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:
 
 for _op in (dilated_attention_op, block_sparse_attention_op, block_sparse_dilated_attention_op):
     # in the backward five matrix products, one of which computes the forward's scores again
-    for _of, _formula_of in ((_op._name, _formula(4, False)), (f"{_op._name}_backward", _formula(10, True))):
-        register_flop_formula(getattr(torch.ops.dilated_attention, _of), get_raw=True)(_formula_of)
+    for _op_name, _op_formula in ((_op._name, _formula(4, False)), (f"{_op._name}_backward", _formula(10, True))):
+        register_flop_formula(getattr(torch.ops.dilated_attention, _op_name), get_raw=True)(_op_formula)
