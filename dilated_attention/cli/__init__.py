@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupted · 141: the reader of a pipe has exited, as ``head`` does. Wrong usage, invalid values included, raises ``SystemExit(2)``, as
     argparse does."""
     interrupt.raise_again()
-    common.prepare()
+    common.prepare_output()
     try:
         try:
             args = _parser().parse_args(arguments)

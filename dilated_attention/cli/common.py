@@ -1,4 +1,4 @@
-"""What commands share: lines of a terminal's width, which stay whole where the output is none, JSON, sizes, devices and patterns."""
+"""What commands share: output, with lines wrapped to the terminal, unwrapped in a file, or as JSON; and options of calls and patterns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dilated_attention.parsing import UsageError, below, shown, size
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedPattern, GlobalLocal, LocalWindow, with_sparsity
 from dilated_attention.validation import DTYPES
 
-# options of each kind of pattern, None unless they are given
-OF_KIND = {
+# options of each kind of pattern; their values are None unless they are given
+PATTERN_OPTIONS = {
     "dense": (),
     "dilated": ("segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"),
     "block_sparse": ("window", "global_tokens", "random_blocks", "density", "density_kind", "block_size", "seed"),
@@ -28,8 +28,8 @@ OF_KIND = {
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 
-def prepare() -> None:
-    """Makes both streams replace characters that they cannot encode, instead of raising an error, and warnings lines without code."""
+def prepare_output() -> None:
+    """Prints warnings as one line, without code, and makes both streams replace characters that they cannot encode."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -37,12 +37,12 @@ def prepare() -> None:
 
 
 def width() -> int | None:
-    """Returns the characters of a line; None where the output is no terminal and ``COLUMNS`` is not set, and lines stay whole."""
+    """Returns the number of characters of a line; None, for unwrapped lines, if the output is no terminal and ``COLUMNS`` is not set."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
 
 
 def put(text: object, *, wrap: bool = True) -> None:
-    """Prints ``text``; ``wrap``: in lines of at most ``width()``."""
+    """Prints ``text``, with ``wrap`` in lines of at most ``width()``."""
     lines, most = str(text).split("\n"), width() if wrap else None
     if most is not None:
         lines = [part for line in lines for part in textwrap.wrap(line, most, break_on_hyphens=False) or [""]]
@@ -67,14 +67,14 @@ def count(text: str) -> int:
     return 0 if text == "0" else size(text)
 
 
-def gib_of(text: str) -> float:
-    """Parses a number of GiB of memory."""
+def gib(text: str) -> float:
+    """Parses a number of GiB of memory, and returns GiB."""
     return below(text, 2**30, "not a memory size; expected GiB above 0, such as 24 or 79.1")
 
 
-def gib(text: str) -> int:
-    """Parses a number of GiB and returns bytes."""
-    return max(1, int(gib_of(text) * 2**30))
+def bytes_of_gib(text: str) -> int:
+    """Parses a number of GiB of memory, and returns bytes."""
+    return max(1, int(gib(text) * 2**30))
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
@@ -103,7 +103,8 @@ def add_pattern(add: Callable[..., Any], *kinds: str) -> None:
         add("--window", type=lambda side: None if side == "all" else count(side), nargs="+", metavar="N", help=text)
         add("--global-tokens", type=count, metavar="N", help="the first N positions see all and are seen by all")
         add("--random-blocks", type=count, metavar="N", help="blocks drawn for each row of blocks and head")
-        add("--density", type=float, metavar="PART", help="instead of these: part of all pairs that is kept, above 0, at most 1")
+        text = "instead of --window, --global-tokens and --random-blocks: part of all pairs that is kept, above 0, at most 1"
+        add("--density", type=float, metavar="PART", help=text)
         add("--density-kind", metavar="KIND", help="random (default), local, dilated, global_local or big_bird")
         add("--block-size", type=int, choices=(64, 128), help="positions of a block; default: 128")
         add("--seed", type=count, help="of the random blocks; default: 0")
@@ -118,8 +119,11 @@ def _offsets(text: str) -> str | tuple[int, ...]:
 
 
 def pattern_of(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPattern | None:
-    """Returns the pattern of the arguments of ``add_pattern``; None for ``"dense"``. What does not go together is refused by patterns."""
-    given = given_of(args, *OF_KIND[kind])
+    """Returns the pattern of the arguments of ``add_pattern``; None for ``"dense"``.
+
+    Refuses missing options and options that do not go together; patterns refuse values.
+    """
+    given = given_of(args, *PATTERN_OPTIONS[kind])
     if kind == "dense":
         return None
     if kind == "dilated":
@@ -131,10 +135,14 @@ def pattern_of(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPat
         return DilatedPattern(**given, head_offsets=offsets[0] if len(offsets) == 1 and isinstance(offsets[0], str) else tuple(offsets))
     if ("window" in given) == ("density" in given):
         raise UsageError("a block-sparse pattern needs either --window or --density; e.g. --window 256 --global-tokens 64")
-    if "density_kind" in given:
-        given["kind"] = given.pop("density_kind")
     if "density" in given:
+        _refuse(given.keys() & {"global_tokens", "random_blocks"}, "which --density replaces")
+        if "density_kind" in given:
+            given["kind"] = given.pop("density_kind")
         return with_sparsity(given.pop("density"), **given)
+    _refuse(given.keys() & {"density_kind"}, "which needs --density")
+    if "random_blocks" not in given:
+        _refuse(given.keys() & {"seed"}, "which needs --random-blocks or --density")
     sides = given.pop("window")
     # one side stands for both; (None, None) is unbounded
     sides = tuple(sides) if len(sides) > 1 else sides[0] if sides[0] is not None else (None, None)
@@ -144,12 +152,20 @@ def pattern_of(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPat
 
 
 def given_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Returns those of the options that are given, by name."""
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
 def refuse_others(args: argparse.Namespace, taken: Iterable[str], *names: str) -> None:
     """Raises UsageError if an option of a pattern or of ``names`` is given that is not among ``taken``."""
-    given = given_of(args, *names, *OF_KIND["dilated"], *OF_KIND["block_sparse"])
-    wrong, known = (", ".join("--" + name.replace("_", "-") for name in sorted(some)) for some in (given.keys() - set(taken), taken))
-    if wrong:
-        raise UsageError(f"{wrong} given, which {args.what} does not take; it takes {known or 'none of these'}: drop {wrong}")
+    given = given_of(args, *names, *PATTERN_OPTIONS["dilated"], *PATTERN_OPTIONS["block_sparse"])
+    _refuse(given.keys() - set(taken), f"which {args.what} does not take; it takes {_flags(taken) or 'none of these'}")
+
+
+def _refuse(names: Iterable[str], why: str) -> None:
+    if wrong := _flags(names):
+        raise UsageError(f"{wrong} given, {why}: drop {wrong}")
+
+
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in sorted(names))

@@ -9,13 +9,13 @@ from typing import Any
 from dilated_attention import planning
 from dilated_attention.cli.common import (
     DTYPE_NAMES,
-    OF_KIND,
+    PATTERN_OPTIONS,
     add_command,
     add_heads,
     add_pattern,
+    bytes_of_gib,
     dtype_of,
     gib,
-    gib_of,
     pattern_of,
     put,
     put_json,
@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
     passes.add_argument("--train", action="store_true", help="forward and backward; the default")
     passes.add_argument("--infer", action="store_true", help="forward only; a language model generates")
     add("--gpu", help="H200, a100-80gb, …; cpu; default: this machine's, or its CPU")
-    add("--memory", type=gib, metavar="GIB", help="of the device, instead of its own")
+    add("--memory", type=bytes_of_gib, metavar="GIB", help="of the device, instead of its own")
     add("--world-size", type=size, default=1, help="processes that share a sequence, one GPU each; default: 1")
     add = parser.add_argument_group("of a kind of attention").add_argument
     add_heads(add)
@@ -81,7 +81,7 @@ def add(commands: Any) -> None:
     add("use_case", choices=list(planning.USE_CASES), metavar="use-case", help=", ".join(planning.USE_CASES))
     add("--length", type=size, required=True, help="positions of a sequence, tiles of a slide: 65536, 64k, 1M")
     add("--gpu", help="H200, A100, …, with every kernel package installed; cpu; default: this machine")
-    add("--memory", type=gib_of, metavar="GIB", help="of each device; default: what it has")
+    add("--memory", type=gib, metavar="GIB", help="of each device; default: what it has")
     add("--parameters", type=_parameters, help="of the model: 125M, 7B; default: one layer, for decoding llama-1b")
     add("--heads", type=size, help="query heads; default: as usual for this number of parameters")
     add("--head-dim", type=size, help="default: as usual for this number of parameters")
@@ -102,7 +102,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     computes = KINDS.get(args.what)
-    taken = _OF_MODELS if computes is None else (*_OF_ATTENTION, *OF_KIND[computes])
+    taken = _OF_MODELS if computes is None else (*_OF_ATTENTION, *PATTERN_OPTIONS[computes])
     refuse_others(args, taken, *_OF_ATTENTION, *_OF_MODELS)
     if args.infer and args.checkpoint:
         raise UsageError("--checkpoint and --infer are given, and inference keeps nothing for a backward: drop either")

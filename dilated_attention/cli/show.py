@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.cli.common import add_command, add_pattern, gib, pattern_of, put, put_json, width
+from dilated_attention.cli.common import add_command, add_pattern, bytes_of_gib, pattern_of, put, put_json, width
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, DilatedPattern, Pattern
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         add = add_command(things, preset, _model, help="a model").add_argument
         add("--positions", type=size, nargs="+", help="sequence lengths to report; default: a few orders of magnitude")
         text = "of the device that it must fit in; default: this machine's GPU, or its RAM"
-        add("--memory", type=gib, metavar="GIB", help=text)
+        add("--memory", type=bytes_of_gib, metavar="GIB", help=text)
 
 
 def _model(args: argparse.Namespace) -> int:

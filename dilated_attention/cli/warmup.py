@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 def _warmup(args: argparse.Namespace) -> int:
     is_call = args.what in _KINDS
-    taken = (*_OF_CALLS, *common.OF_KIND[args.what]) if is_call else ()
+    taken = (*_OF_CALLS, *common.PATTERN_OPTIONS[args.what]) if is_call else ()
     common.refuse_others(args, taken, *_OF_CALLS)
     pattern = common.pattern_of(args, args.what) if is_call else None
     if not torch.cuda.is_available():
@@ -79,7 +79,7 @@ def _run_call(args: argparse.Namespace, pattern: Any) -> None:
     if pattern is None:
         out = attention(q, k, v, is_causal=causal)
     elif isinstance(pattern, DilatedPattern):
-        out = dilated_attention(q, k, v, is_causal=causal, **{name: getattr(pattern, name) for name in common.OF_KIND["dilated"]})
+        out = dilated_attention(q, k, v, is_causal=causal, **{name: getattr(pattern, name) for name in common.PATTERN_OPTIONS["dilated"]})
     else:
         out = block_sparse_attention(q, k, v, pattern, is_causal=causal)
     out.sum().backward()

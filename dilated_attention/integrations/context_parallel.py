@@ -44,14 +44,16 @@ from dilated_attention.pattern.checks import as_int
 
 __all__ = ["ContextParallel", "context_parallel"]
 
-# inputs without a dimension of positions
-_WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
+# tensors among the inputs that have no dimension of positions
+_UNCUT = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
+# numbers in the names of attentions that are registered here
 _numbers = itertools.count()
 
 
 @dataclass(eq=False)
 class _Call:
-    """A forward under way whose batch is cut: N, the bounds of its documents, and whether the functions below have made masks and loss."""
+    """A forward under way whose batch is cut: N, the bounds of its documents, and whether the model has called ``_mask`` and ``_loss`` of
+    ``ContextParallel``."""
 
     seq_len: int
     cu_seqlens: torch.Tensor | None
@@ -70,17 +72,18 @@ class ContextParallel:
     """
 
     def __init__(
-        self, model: Any, place: Any, *, layout: str | None, exchange: str | None, timeout: float, undo: contextlib.ExitStack
+        self, model: Any, processes: Any, *, layout: str | None, exchange: str | None, timeout: float, undo: contextlib.ExitStack
     ) -> None:
-        members = members_of(place)
-        self._place, self._members = place, members
+        # a DeviceMesh of one axis or a ProcessGroup; None for one process
+        members = members_of(processes)
+        self._processes, self._members = processes, members
         self.group, self.rank, self.size = members.group, members.rank, members.size
         self.base = base_of(model)
         _check_model(model, self.base)
         self.timeout, self.whole_logits = timeout, False
         self.undo = undo
         self._call: _Call | None = None
-        # hooks that are entered: of the outer model, and of the base within it
+        # number of hooks that are entered: of the outer model, and of the base within it
         self._depth = 0
         self._outer = model
         given = {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None}
@@ -95,8 +98,9 @@ class ContextParallel:
                 'dense model or "dilated"'
             )
         kind = "ring" if settings.kind == "ring" else "ring_dilated"
+        # the processes given here replace those of the model's setting, and every batch has a length of its own
         options = {name: value for name, value in settings.options.items() if name not in ("mesh", "seq_len")}
-        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": place, **given})
+        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": processes, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
         self.undo.callback(REGISTERED.pop, self.name)
@@ -115,11 +119,11 @@ class ContextParallel:
         configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
         self._configs = list({id(each): each for each in configs if each._attn_implementation == original}.values())
         self._original = original
-        self._switch(self.name)
-        self.undo.callback(self._switch, original)
+        self._set_attention(self.name)
+        self.undo.callback(self._set_attention, original)
         self._loss_of_model = self.base.loss_function
         replace(undo, self.base, "_loss_function", self._loss)
-        # PEFT calls the forward of its base model, not the module, except in generate()
+        # hooks on both, since PEFT's model calls its base's forward, which runs no hooks of the base, but generate() calls the base itself
         for module in {id(each): each for each in (model, self.base)}.values():
             names = list(inspect.signature(type(module).forward).parameters)[1:]
             undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
@@ -129,12 +133,13 @@ class ContextParallel:
         """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
         self.undo.close()
 
-    def _switch(self, name: str) -> None:
+    def _set_attention(self, name: str) -> None:
+        """Makes the model's layers look up their attention and masks under this name."""
         for config in self._configs:
             config._attn_implementation_internal = name
 
     def _attend(self, module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        # also outside of a call: where layers are recomputed in the backward
+        # layers that are recomputed in the backward come here outside of a call, so the mask, not self._call, says what is cut
         if not isinstance(attention_mask, KeyMask) or attention_mask.seq_len is None:
             raise ValueError(
                 f"{type(module).__name__} is called outside of its model, or makes its own mask ({type(attention_mask).__name__}); "
@@ -151,7 +156,7 @@ class ContextParallel:
             # generate() prepares the masks of a static cache before it calls the model
             return self._mask_of_model(*args, **kwargs)
         call.has_mask = True
-        # the positions of this process's rows jump where the layout does, and documents are known
+        # key_mask would take jumps in the positions of this process's rows for bounds of documents; the call knows the bounds
         mask = key_mask(*args, is_shared=True, **kwargs)
         return dataclasses.replace(mask, cu_seqlens=call.cu_seqlens, seq_len=call.seq_len)
 
@@ -160,9 +165,9 @@ class ContextParallel:
 
     def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if module is self._outer:
-            # a model is not called within itself: what an interrupted call left, for which torch calls no hooks, is forgotten
+            # no model is called within itself, so a call that is still open was interrupted, and torch called no hooks at its end
             self._depth, self._call = 0, None
-            self._switch(self.name)
+            self._set_attention(self.name)
         self._depth += 1
         if self._depth > 1:
             return None
@@ -173,23 +178,25 @@ class ContextParallel:
                     f"a training call of {type(module).__name__} with {', '.join(given)} and without labels: the loss of a sequence that "
                     "processes share is computed inside the model; expected model(input_ids=…, labels=…), or model.eval()"
                 )
-            self._switch(self._original)
+            self._set_attention(self._original)
             return None
-        # first, since what one process alone refuses leaves the others waiting
+        # before all checks of values: if one process alone refused its inputs, the others would wait for it
         self._check_equal(given)
         _check_inputs(given, self.base.config, self.size)
         mine = shard_inputs(
-            {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")}, group=self._place, layout=self.layout
+            {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")},
+            group=self._processes,
+            layout=self.layout,
         )
-        # for the masks: by its own packing the model would cut this process's rows
+        # bounds count in the whole sequence, but the model would apply them to this process's rows; _mask passes them on instead
         bounds = mine.pop("cu_seq_lens_q", None)
         mine.pop("cu_seq_lens_k", None)
         if "attention_mask" not in given or bool(given["attention_mask"].all()):
-            # shard_inputs adds one lest jumps of positions be taken for documents; the masks of these calls know the documents, and
-            # kernels without padding are faster
+            # shard_inputs adds a mask of ones, so that jumps of positions are not taken for bounds of documents. These calls know the
+            # bounds, and kernels without padding are faster
             mine.pop("attention_mask", None)
         self._call = _Call(sequence_of(given).shape[1], bounds)
-        # keys of a part are no cache
+        # a cache would hold the keys of one part only
         return (), mine | {"use_cache": False}
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
@@ -198,12 +205,13 @@ class ContextParallel:
             return None
         call, self._call = self._call, None
         if call is None:
-            self._switch(self.name)
+            self._set_attention(self.name)
             return None
         if outputs is None:
-            # the forward raised
+            # the forward has raised an error
             return None
-        # Liger's forwards, and the heads that TRL adds, compute the loss of shift_labels and num_items_in_batch themselves, without logits
+        # Liger's forwards, and the heads that TRL adds, do not call loss_function: they compute the loss from shift_labels and
+        # num_items_in_batch themselves
         library = type(outputs).__module__.partition(".")[0]
         call.has_loss |= library in ("liger_kernel", "trl")
         if not call.has_mask or not call.has_loss:
@@ -215,11 +223,11 @@ class ContextParallel:
         if self.group is not None:
             loss = values["loss"].detach().clone()
             dist.all_reduce(loss, group=self.group)
-            # its value and gradient as the top of this file has them
+            # value: the sum over the group; gradient: W · d(part)
             values["loss"] = loss + self.size * (values["loss"] - values["loss"].detach())
         if library == "trl":
             if self.size > 1:
-                # log-probabilities and more of each position, of which the trainer makes its loss and its metrics
+                # the trainer computes its loss and metrics from log-probabilities and other values of each position
                 names = [name for name, x in values.items() if x.ndim == 2]
                 dims = [1] * len(names)
                 whole = unshard_sequence(self.group, [values[n] for n in names], dims, layout=self.layout, seq_len=call.seq_len)
@@ -233,7 +241,11 @@ class ContextParallel:
         return type(outputs)(**values)
 
     def _check_equal(self, given: dict[str, Any]) -> None:
-        # each batch, since samplers may part later than at the first; a few numbers through the store, which a whole step outweighs
+        """Refuses, on all processes, a batch that differs between them.
+
+        Every batch is checked, since samplers may begin to differ at any of them. It costs a few numbers through the store, which is little
+        beside a training step.
+        """
         if self.size == 1:
             return
         same = {name: f"{tuple(x.shape)} {x.dtype} {_checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -259,7 +271,11 @@ class ContextParallel:
 
 
 def _check_model(model: Any, base: Any) -> None:
-    """Refuses, by ValueError or TypeError, models whose loss is no sum over positions or whose layers mix them other than by attention."""
+    """Refuses, by ValueError or TypeError, what ``context_parallel`` cannot train.
+
+    That is: objects that are no model of transformers, models that are under it already, forwards without **kwargs, losses that are no sum
+    over positions, layers that mix positions other than by attention, and adapters that put tokens before the sequence.
+    """
     name = type(base).__name__
     if str(getattr(getattr(base, "config", None), "_attn_implementation", "")).startswith("context_parallel_"):
         raise ValueError(f"{name} is under context_parallel already; expected remove() of what the call before returned, or no second call")
@@ -287,7 +303,7 @@ def _check_model(model: Any, base: Any) -> None:
 
 
 def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
-    """Refuses inputs that have no part of one process: ValueError or TypeError with the input and its shape."""
+    """Refuses, by ValueError or TypeError, inputs that cannot be cut into a part for each process."""
     length = sequence_of(given).shape[1]
     if length < size:
         raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
@@ -305,14 +321,14 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask is {shape}; expected padding, (B, {length}): other pairs than the model's own cannot be cut")
     for name, x in given.items():
-        if not isinstance(x, torch.Tensor) or x.ndim == 0 or name in _WHOLE:
+        if not isinstance(x, torch.Tensor) or x.ndim == 0 or name in _UNCUT:
             continue
         if x.ndim < 2 or x.shape[1] != length or (name == "position_ids" and x.ndim != 2):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (B, {length}, …), a value for each position, which can be cut")
 
 
 def _checksum(x: torch.Tensor) -> int:
-    """A number that differs, but for one case in very many, where the values or, of integers, their order do."""
+    """Returns a number that differs, but for one case in very many, if the values do, or the order of integers."""
     flat = x.detach().reshape(-1)
     if x.is_floating_point():
         # embeddings are large: no copy of them in a wider type
@@ -338,10 +354,11 @@ def context_parallel(
         context_parallel(accelerator, model, size=4)             # before accelerator.prepare(model, optimizer, loader)
 
     Every process of a group gets the same batch, different groups different ones. A call of the model with ``labels`` cuts the batch:
-    labels are shifted before, positions and packed documents are those of the whole, any length N ≥ W is possible. Loss, gradients and,
-    without dropout, every step are those of the same training with the data-parallel processes alone. ``logits`` are those of the process's
-    own positions; ``Trainer.predict`` and ``compute_metrics`` get them whole. A call without labels, such as ``generate()``, is computed by
-    each process alone with the model's own attention.
+    labels are shifted before, positions and packed documents are those of the whole, any length N ≥ W is possible. Loss, gradients and
+    every step are those of the same training with the data-parallel processes alone; but dropout outside of attention draws other elements,
+    and dropout in attention is refused (W > 1). ``logits`` are those of the process's own positions; ``Trainer.predict`` and
+    ``compute_metrics`` get them whole. A call without labels, such as ``generate()``, is computed by each process alone with the model's
+    own attention.
 
     A model with an attention of transformers stays exactly dense (windows, sinks and softcaps included); one with ``"dilated"``,
     ``"ring_dilated"`` or ``"ring"`` keeps its settings. What is saved names the model's own attention: a dense model is a plain one.
@@ -376,7 +393,7 @@ def context_parallel(
         model = trainer.model
     check_accelerator(accelerator)
     with contextlib.ExitStack() as undo:
-        place = mesh if group is None else group
+        processes = mesh if group is None else group
         if sum(x is not None for x in (size, mesh, group)) != 1:
             raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
         if size is not None:
@@ -387,8 +404,8 @@ def context_parallel(
                     f"size is {size} and there are {world} processes; expected a divisor: start it by torchrun --nproc_per_node {size}"
                 )
             if world > 1:
-                place = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
-        handle = ContextParallel(model, place, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
+                processes = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+        handle = ContextParallel(model, processes, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
         share_batches(accelerator, handle.group, undo)
         if trainer is not None:
             adapt_trainer(trainer, handle, undo)

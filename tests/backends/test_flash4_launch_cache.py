@@ -65,7 +65,7 @@ def test_what_the_kernels_may_depend_on_is_recorded_apart(change: str) -> None:
 
 
 def test_the_oldest_recording_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash4_launch_cache, "_MOST_RECORDINGS", 2)
+    monkeypatch.setattr(flash4_launch_cache, "_MOST_PROGRAMS", 2)
     interface, replay = make_interface(), Replay(("pre", "main"), num_scratch=1)
     for rows, calls in ((1, 1), (2, 2), (3, 3), (3, 3), (2, 3), (1, 4)):
         run(replay, interface, torch.randn(rows, 8), torch.empty(rows, 8))

@@ -160,7 +160,9 @@ WARMUP = "warmup gigapath-12l768d"
         (f"{DILATED} --head-offsets 0,x", "expected cyclic, blocked, zero, or for each branch one offset per head"),
         (f"{DILATED} --head-offsets cyclic blocked", "head_offsets"),
         (f"{DILATED} --image x.data", "Format 'data' is not supported"),
-        ("show block_sparse --window 1 --density-kind local", "unexpected keyword argument 'kind'"),
+        ("show block_sparse --window 1 --density-kind local", "--density-kind given, which needs --density: drop --density-kind"),
+        ("show block_sparse --window 1 --seed 1", "--seed given, which needs --random-blocks or --density: drop --seed"),
+        ("show block_sparse --density 0.1 --global-tokens 4", "--global-tokens given, which --density replaces: drop --global-tokens"),
         (f"{WARMUP} --heads 4", "--heads given, which gigapath-12l768d does not take; it takes none of these: drop --heads"),
     ],
 )

@@ -5,8 +5,8 @@ launches, so at 32,000 positions the CPU would be the bottleneck. So the first c
 interface while its kernel caches are watched: it records which compiled kernels ran, in which order, on which tensors. Later calls with
 the same shapes, strides and alignment run those kernels on their own tensors, with newly allocated scratch memory.
 
-Nothing is recorded, and every call goes through the interface, where a replay might not be the same computation: if inputs share memory,
-if the interface copies inputs first, if it uses more scratch memory than expected, or if its caches are not found.
+Where a replay might not be the same computation, nothing is recorded and every call goes through the interface: if two inputs are the same
+view, if the interface copies inputs first, if it uses more scratch memory than expected, or if its caches are not found.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_RECORDINGS = 2048
+_MOST_PROGRAMS = 2048
 _lock = threading.RLock()
-# a kernel and its arguments
+# the kernels that a call ran, each with its arguments
 _Steps = list[tuple[Callable[..., Any], tuple[Any, ...]]]
-# takes an argument from inputs + scratch
+# runs the kernels of a recorded call on other inputs
+_Program = Callable[[Sequence[Tensor]], None]
+# returns an argument that consists of, or contains, some of the tensors: inputs + scratch
 _Taker = Callable[[list[Tensor]], Any]
 
 
@@ -34,7 +36,7 @@ class Replay:
 
     Args:
         owners: names of the interface's functions whose ``compile_cache`` holds the kernels.
-        num_scratch: number of tensors that the kernels use in addition to those passed to them.
+        num_scratch: number of tensors that kernels take beyond the call's tensors.
         num_zeroed: how many of these must start as zeros: the last ones in the order of first use.
     """
 
@@ -42,7 +44,8 @@ class Replay:
         self._owners = owners
         self._num_scratch = num_scratch
         self._num_zeroed = num_zeroed
-        self._recordings: OrderedDict[Hashable, Callable[[Sequence[Tensor]], None] | None] = OrderedDict()
+        # None for calls that cannot be replayed
+        self._programs: OrderedDict[Hashable, _Program | None] = OrderedDict()
 
     def __call__(
         self,
@@ -59,11 +62,12 @@ class Replay:
         """
         first = tensors[0]
         shapes = geometry if geometry is not None else tuple((x.shape, x.stride()) for x in tensors)
+        # the dtypes of the other tensors follow from the first
         key = (shapes, settings, first.dtype, first.device, *[x.data_ptr() % 16 for x in tensors])
-        recording = self._recordings.get(key)
-        if recording is not None:
-            recording(tensors)
-        elif key in self._recordings or not all(hasattr(getattr(interface, name, None), "compile_cache") for name in self._owners):
+        program = self._programs.get(key)
+        if program is not None:
+            program(tensors)
+        elif key in self._programs or not all(hasattr(getattr(interface, name, None), "compile_cache") for name in self._owners):
             call()
         else:
             self._record(interface, key, tensors, call)
@@ -85,9 +89,9 @@ class Replay:
             finally:
                 for owner, cache in zip(owners, caches, strict=True):
                     owner.compile_cache = cache
-            self._recordings[key] = _recording(steps, identities, self._num_scratch, self._num_zeroed)
-            while len(self._recordings) > _MOST_RECORDINGS:
-                self._recordings.popitem(last=False)
+            self._programs[key] = _program_of(steps, identities, self._num_scratch, self._num_zeroed)
+            while len(self._programs) > _MOST_PROGRAMS:
+                self._programs.popitem(last=False)
 
 
 replay_forward = Replay(("_flash_attn_fwd",), num_scratch=0)
@@ -132,58 +136,59 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, tuple(x.shape), x.stride()
 
 
-def _recording(
-    steps: _Steps, identities: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int
-) -> Callable[[Sequence[Tensor]], None] | None:
-    """Returns what runs the steps on other inputs, or None if some tensor is neither an input nor plain scratch memory."""
-    places = {identity: index for index, identity in enumerate(identities)}
+def _program_of(steps: _Steps, identities: list[tuple[Any, ...]], num_scratch: int, num_zeroed: int) -> _Program | None:
+    """Returns what runs the steps on other inputs; None if some tensor is neither an input nor plain scratch memory.
+
+    Arguments without tensors stay as they were. A stream is never among them: kernels are compiled with
+    ``make_fake_stream(use_tvm_ffi_env_stream=True)``, and so run on the stream that is current at the launch.
+    """
+    indices = {identity: index for index, identity in enumerate(identities)}
     used: set[int] = set()
     scratch: list[Callable[[], Tensor]] = []
 
-    def taker(argument: Any, is_whole: bool = True) -> _Taker | None:
-        """Returns None for an argument without tensors, which stays as it was. ``is_whole``: it is not an entry of another one.
+    def taker_of(argument: Any, is_entry: bool = False) -> _Taker | None:
+        """Returns what takes an argument, or an entry of one; None if it contains no tensors.
 
         Raises:
             KeyError: a tensor is neither an input nor scratch.
         """
         if isinstance(argument, Tensor):
             identity = _identity(argument)
-            # a tensor in a list (block lists) that is no input is one that the interface created itself
-            if is_whole and identity not in places and argument.is_contiguous() and not argument.storage_offset():
-                places[identity] = len(identities) + len(scratch)
+            # an entry (of block lists) that is no input is a tensor that the interface created itself, and no scratch
+            if not is_entry and identity not in indices and argument.is_contiguous() and not argument.storage_offset():
+                indices[identity] = len(identities) + len(scratch)
                 make = torch.zeros if len(scratch) >= num_scratch - num_zeroed else torch.empty
                 scratch.append(functools.partial(make, argument.shape, dtype=argument.dtype, device=argument.device))
-            used.add(places[identity])
-            return operator.itemgetter(places[identity])
+            used.add(indices[identity])
+            return operator.itemgetter(indices[identity])
         if not isinstance(argument, (tuple, list)):
             contents = argument if isinstance(argument, dict) else getattr(argument, "__dict__", {})
             if any(isinstance(x, Tensor) for x in contents.values()):
                 raise KeyError(argument)
             return None
-        takers = [taker(x, False) for x in argument]
-        if not any(takers):
+        of_entries = [taker_of(x, is_entry=True) for x in argument]
+        if not any(of_entries):
             return None
-        parts = [(take, None if take else x) for take, x in zip(takers, argument, strict=True)]
+        entries = [(take, None if take else x) for take, x in zip(of_entries, argument, strict=True)]
         rebuilt = getattr(type(argument), "_make", type(argument))
-        return lambda tensors: rebuilt([take(tensors) if take else x for take, x in parts])
+        return lambda tensors: rebuilt([take(tensors) if take else x for take, x in entries])
 
-    recorded = []
+    launches = []
     try:
         for kernel, arguments in steps:
-            takers = [(position, take) for position, x in enumerate(arguments) if (take := taker(x))]
-            taken = {position for position, _ in takers}
-            recorded.append((kernel, [None if i in taken else x for i, x in enumerate(arguments)], takers))
+            takers = {position: take for position, x in enumerate(arguments) if (take := taker_of(x))}
+            launches.append((kernel, [None if i in takers else x for i, x in enumerate(arguments)], list(takers.items())))
     except KeyError:
         return None
     # an input that was passed to no kernel was copied first; more scratch than expected may be such copies
-    if not recorded or len(scratch) != num_scratch or not used.issuperset(range(len(identities))):
+    if not launches or len(scratch) != num_scratch or not used.issuperset(range(len(identities))):
         return None
 
     def run(inputs: Sequence[Tensor]) -> None:
         tensors = [*inputs, *(make() for make in scratch)]
-        for kernel, constants, takers in recorded:
+        for kernel, constants, taken in launches:
             arguments = constants.copy()
-            for position, take in takers:
+            for position, take in taken:
                 arguments[position] = take(tensors)
             kernel(*arguments)
 
