@@ -3,7 +3,8 @@
 Both parts of the union have kernels of their own. The forward merges their (out, lse). The backward runs each part's backward with the
 merged out and lse, which yields exactly its share of dq, dk, dv, and adds the shares. No gradient flows through the merge.
 
-Every document has its lists of kept blocks and its backend, and runs cut to that backend's limits, including a gradient of lse.
+Every document has its lists of kept blocks and its backend. Its batch is split to the backend's limits, and dlse is handled where the
+backend takes none.
 
 Layout: q, dout, out (B, Nq, H, D), k and v (B, Nk, K, D), lse and dlse (B, H, Nq).
 """
@@ -39,8 +40,12 @@ def pieces_of(
     pattern: BlockPattern, sizes: tuple[int, int, int], settings: CallSettings, documents: tuple[Range, ...] | None, kept: Tensor | None,
     device: torch.device,
 ) -> list[tuple[slice, slice, int, BlockLists]]:  # fmt: skip
-    """Returns the documents, or the whole sequence as one: (keys, rows of q, which begin ``front`` rows inside a query block, front, lists,
-    which include those rows).
+    """Returns a piece for every document, or the whole sequence as one piece:
+
+        keys    slice of k and v
+        rows    slice of q
+        front   number of positions from the start of a query block to the first of these rows
+        lists   the blocks that are kept, for ``front`` rows more than ``rows``
 
     Args:
         sizes: the numbers of queries, keys and heads.
@@ -48,11 +53,12 @@ def pieces_of(
         kept: the blocks that a content-chosen pattern keeps, as ``choose_blocks`` packs them.
     """
     num_queries, num_keys, num_heads = sizes
-    # query blocks begin on the pattern's grid: the rows before the first query are computed, too, and cut off afterwards
+    # query blocks begin on the pattern's grid: the positions before the first query are computed, too, and cut off afterwards
     front = settings.query_offset % pattern.q_block
     first_query = settings.query_offset - front
-    # first row of the document in ``kept``, where the rows of documents follow one another
-    first_row, pieces = 0, []
+    pieces: list[tuple[slice, slice, int, BlockLists]] = []
+    # the document's first row of blocks in ``kept``, where documents follow one another
+    first_block_row = 0
     for start, end in documents or ((0, num_keys),):
         keys = slice(start, end)
         # packed documents attend to themselves, without query_offset
@@ -63,10 +69,10 @@ def pieces_of(
                 pattern, end - start, num_heads, first_query=first_query, num_queries=length, is_causal=settings.is_causal, device=device
             )
         else:
-            # what follows the document's rows is not read
-            of_document = kept[:, :, first_row:]
+            # what follows the document's rows of blocks is not read
+            of_document = kept[:, :, first_block_row:]
             lists = lists_of_kept(of_document, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
-            first_row += lists.num_rows
+            first_block_row += lists.num_rows
         pieces.append((keys, rows, front, lists))
     return pieces
 
@@ -95,7 +101,7 @@ def forward_lists(
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
 
     Args:
-        into: where out goes if one launch computes it; otherwise it is another tensor.
+        into: where out goes if one launch computes it; otherwise it is another tensor. Only with ``front=0``.
         options: options of the whole batch; causality is in the lists.
         front: number of rows by which q starts inside the first query block. Dropout counts these rows, too.
     """
@@ -104,12 +110,14 @@ def forward_lists(
     if not lists.num_entries or not q.shape[0]:
         out, lse = torch.zeros_like(q), new_lse(q).fill_(-torch.inf)
     else:
-        cuts = _launches(backend.capabilities, lists, (q, k, v), options)
-        if len(cuts) == 1:
+        launches = _launches(backend.capabilities, lists, (q, k, v), options)
+        if len(launches) == 1:
             out, lse = placed(backend.forward(q, k, v, options, lists, out=(into, None)), (into, None))
         else:
-            parts = [backend.forward(q[where], k[where], v[where], some_options, some) for where, some, some_options in cuts]
-            out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            results = [
+                backend.forward(q[entries], k[entries], v[entries], own_options, own_lists) for entries, own_lists, own_options in launches
+            ]
+            out, lse = (torch.cat(tensors) for tensors in zip(*results, strict=True))
     return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
 
 
@@ -133,56 +141,55 @@ def backward_lists(
     if not lists.num_entries or not q.shape[0]:
         grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
     else:
-        cuts = _launches(backend.capabilities, lists, (dout, q, k, v, out), options)
-        if len(cuts) == 1 and (dlse is None or backend.capabilities.lse_grad):
+        launches = _launches(backend.capabilities, lists, (dout, q, k, v, out), options)
+        if len(launches) == 1 and (dlse is None or backend.capabilities.lse_grad):
             views = into, None, None
             grads = placed(backend.backward(dout, q, k, v, out, lse, options, lists, dlse=dlse, grads=views), views)
         else:
-            parts = [
-                shares(
-                    backend, tuple(x[where] for x in (dout, q, k, v, out, lse)), some_options, None if dlse is None else dlse[where], some
-                )
-                for where, some, some_options in cuts
-            ]
-            grads = tuple(torch.cat(of_parts) for of_parts in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+            results = []
+            for entries, own_lists, own_options in launches:
+                own_tensors = tuple(x[entries] for x in (dout, q, k, v, out, lse))
+                results.append(shares(backend, own_tensors, own_options, None if dlse is None else dlse[entries], own_lists))
+            grads = tuple(torch.cat(of_launches) for of_launches in zip(*results, strict=True)) if len(results) > 1 else results[0]
     return (grads[0][:, front:], *grads[1:]) if front else grads
 
 
 def _launches(capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options) -> list[tuple[slice, BlockLists, Options]]:
     """Returns the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
     B = tensors[0].shape[0]
-    size = problems_at_once(B, [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
-    if size == B:
+    at_once = problems_at_once(B, [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
+    if at_once == B:
         return [(slice(None), lists, options)]
-    parts = [slice(start, min(start + size, B)) for start in range(0, B, size)]
-    return [(where, _lists_of(lists, where), _options_of(options, where)) for where in parts]
+    slices = [slice(start, min(start + at_once, B)) for start in range(0, B, at_once)]
+    return [(entries, _lists_of(lists, entries), _options_of(options, entries)) for entries in slices]
 
 
-def _lists_of(lists: BlockLists, where: slice) -> BlockLists:
+def _lists_of(lists: BlockLists, entries: slice) -> BlockLists:
     """Returns the lists of some batch entries."""
     if lists.num_batch == 1:
         return lists
-    rows = lists.num_heads * lists.num_rows
-    starts = lists.row_starts[where.start * rows : where.stop * rows + 1]
+    lists_per_entry = lists.num_heads * lists.num_rows
+    starts = lists.row_starts[entries.start * lists_per_entry : entries.stop * lists_per_entry + 1]
     first, last = int(starts[0]), int(starts[-1])
     return replace(
         lists,
-        num_batch=where.stop - where.start,
+        num_batch=entries.stop - entries.start,
         row_starts=starts - first,
         columns=lists.columns[first:last],
         masks=None if lists.masks is None else lists.masks[first:last],
     )
 
 
-def _options_of(options: Options, where: slice) -> Options:
+def _options_of(options: Options, entries: slice) -> Options:
+    """Returns the options of some batch entries."""
     padding, dropout, bias = options.mask.padding, options.dropout, options.bias
     if padding is not None:
-        options = replace(options, mask=Mask(padding[where]))
+        options = replace(options, mask=Mask(padding[entries]))
     if bias is not None:
-        options = replace(options, bias=bias.part(where, where))
+        options = replace(options, bias=bias.part(entries, entries))
     if dropout is not None:
         options = replace(
-            options, dropout=replace(dropout, batch=dropout.batch[where], queries=dropout.queries[where], keys=dropout.keys[where])
+            options, dropout=replace(dropout, batch=dropout.batch[entries], queries=dropout.queries[entries], keys=dropout.keys[entries])
         )
     return options
 
@@ -192,9 +199,9 @@ def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim), front, 0), value=value) if front else x
 
 
-class _Part(NamedTuple):
-    """A document, or the whole sequence as one (see ``pieces_of``), with its options and backend. ``lists``: in a remembered pass a weak
-    reference to them."""
+class _Piece(NamedTuple):
+    """A document, or the whole sequence as one (see ``pieces_of``), with its options and backend. A remembered pass has a weak reference to
+    the lists."""
 
     keys: slice
     rows: slice
@@ -205,23 +212,23 @@ class _Part(NamedTuple):
 
 
 # how one pass runs: every document
-BlockPass = tuple[_Part, ...]
+BlockPass = tuple[_Piece, ...]
 
 
-def blocks_forward(parts: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps."""
     k, v = without_padding(k, v, padding)
-    if len(parts) == 1:
-        (part,) = parts
-        out, lse = forward_lists(part.backend, part.lists, q, k, v, part.options, front=part.front)
+    if len(pieces) == 1:
+        (whole,) = pieces
+        out, lse = forward_lists(whole.backend, whole.lists, q, k, v, whole.options, front=whole.front)
         return as_new(out), as_new(lse)
     out, lse = new_like(q), new_lse(q)
-    for keys, rows, front, lists, options, backend in parts:
+    for keys, rows, front, lists, options, backend in pieces:
         out[:, rows], lse[:, :, rows] = forward_lists(backend, lists, q[:, rows], k[:, keys], v[:, keys], options, front=front)
     return out, lse
 
 
-def blocks_shares(parts: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
+def blocks_shares(pieces: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
 
     Args:
@@ -230,96 +237,104 @@ def blocks_shares(parts: BlockPass, tensors: Tensors, padding: Tensor | None, dl
     """
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, padding)
-    if len(parts) == 1:
-        (part,) = parts
-        return backward_lists(part.backend, part.lists, (dout, q, k, v, out, lse), part.options, dlse, front=part.front)
+    if len(pieces) == 1:
+        (whole,) = pieces
+        return backward_lists(whole.backend, whole.lists, (dout, q, k, v, out, lse), whole.options, dlse, front=whole.front)
     # documents share no rows, so nothing needs to be summed
     dq, dk, dv = (new_like(x) for x in (q, k, v))
-    for keys, rows, front, lists, options, backend in parts:
+    for keys, rows, front, lists, options, backend in pieces:
         inside = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
-        part_dlse = None if dlse is None else dlse[:, :, rows]
-        dq[:, rows], dk[:, keys], dv[:, keys] = backward_lists(backend, lists, inside, options, part_dlse, front=front)
+        dlse_inside = None if dlse is None else dlse[:, :, rows]
+        dq[:, rows], dk[:, keys], dv[:, keys] = backward_lists(backend, lists, inside, options, dlse_inside, front=front)
     return dq, dk, dv
 
 
 class ResolvedBlocks(LocalCall):
-    """Calls of block-sparse attention. ``passes`` holds those without masks, dropout and content-chosen blocks."""
+    """Calls of block-sparse attention. ``passes`` holds those without padding, dropout, content-chosen blocks and bias.
+
+    The op's coordinates, slopes and sinks do not come here: ``run_forward`` and ``run_backward`` make the bias, and handle sinks.
+    """
 
     name = "block_sparse_attention"
 
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         q, k, v, padding, _, seed, kept, bias = inputs
-        (q, k, v), parts = self.ready((q, k, v), padding, seed, (kept, bias))
-        return *blocks_forward(parts, q, k, v, padding), None
+        (q, k, v), pieces = self.ready((q, k, v), padding, seed, (kept, bias))
+        return *blocks_forward(pieces, q, k, v, padding), None
 
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), parts = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
-        shares = blocks_shares(parts, (dout, q, k, v, out, lse), padding, dlse)
-        return tuple([as_new(share.to(x.dtype)) for share, x in zip(shares, (q, k, v), strict=True)])
+        (q, k, v, dout, out), pieces = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
+        grads = blocks_shares(pieces, (dout, q, k, v, out, lse), padding, dlse)
+        return tuple([as_new(grad.to(x.dtype)) for grad, x in zip(grads, (q, k, v), strict=True)])
 
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[BlockPass, Any]:
         """Chooses lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps, and the bias."""
         (q, k, *_), (kept, bias) = tensors, more
-        settings, number = self.settings, 0 if seed is None else int(seed.item())
+        settings, is_backward = self.settings, len(tensors) > 3
+        seed_value = 0 if seed is None else int(seed.item())
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
         deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-        parts = []
+        pieces = []
         for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
-            backend = select_backend(blocks_request(lists, tensors[:4], settings, padding is not None, len(tensors) > 3), settings)
+            backend = select_backend(blocks_request(lists, tensors[:4], settings, padding is not None, is_backward), settings)
             mask, dropout = Mask(None if padding is None else padding[:, keys]), None
-            first, of_part = settings.query_offset + rows.start - front, None
+            first, own_bias = settings.query_offset + rows.start - front, None
             if bias is not None:
-                of_part = bias._replace(queries=bias.keys[:, first : first + lists.num_queries], keys=bias.keys[:, keys])
+                # from the keys, which are at every position, since bias.queries begins at the first query, ``front`` rows later
+                own_bias = bias._replace(queries=bias.keys[:, first : first + lists.num_queries], keys=bias.keys[:, keys])
             if settings.dropout_p:
                 # by position in the whole sequence, so that a cut does not change which elements are dropped
                 spans = (0, q.shape[0]), (0, q.shape[2]), (first, first + lists.num_queries), (keys.start, keys.stop)
                 batch, heads, *positions = (torch.arange(*span, device=q.device) for span in spans)
-                dropout = Dropout(settings.dropout_p, number, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
+                dropout = Dropout(settings.dropout_p, seed_value, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
             options = Options(
-                settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=of_part
+                settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=own_bias
             )
-            parts.append(_Part(keys, rows, front, lists, options, backend))
-        # what is kept does not hold the lists, which have a cache of limited size
+            pieces.append(_Piece(keys, rows, front, lists, options, backend))
+        # what depends on a call's values is not remembered; weak references, so that only the cache of lists, which is limited, keeps them
         plain = padding is None and seed is None and kept is None and bias is None
-        return tuple(parts), [part._replace(lists=weakref.ref(part.lists)) for part in parts] if plain else None
+        return tuple(pieces), [piece._replace(lists=weakref.ref(piece.lists)) for piece in pieces] if plain else None
 
     def remembered(self, key: tuple[Any, ...]) -> BlockPass | None:
         """Returns a pass with its lists, or None if they are gone."""
-        parts = tuple([part._replace(lists=part.lists()) for part in self.passes.get(key, ())])
-        return parts if parts and all([part.lists is not None for part in parts]) else None  # noqa: C419 - a generator takes longer
+        pieces = tuple([piece._replace(lists=piece.lists()) for piece in self.passes.get(key, ())])
+        return pieces if pieces and all([piece.lists is not None for piece in pieces]) else None  # noqa: C419 - a generator takes longer
 
 
 class ResolvedUnion(LocalCall):
-    """Calls of dilated branches and a block pattern together, each part of which is a record of its own."""
+    """Calls of dilated branches and a block pattern together: a record of each, whose results are merged here."""
 
     name = "block_sparse_dilated_attention"
 
     @cached_property
-    def parts(self) -> tuple[ResolvedDilated, ResolvedBlocks]:
-        of_both = self.settings, self.device_type, self.documents
-        return ResolvedDilated(*of_both), ResolvedBlocks(*of_both)
+    def both(self) -> tuple[ResolvedDilated, ResolvedBlocks]:
+        arguments = self.settings, self.device_type, self.documents
+        return ResolvedDilated(*arguments), ResolvedBlocks(*arguments)
 
     def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, None]:
-        """Returns how both parts run. It is not kept here, since each part keeps its own."""
-        branches, blocks = self.parts
-        return (branches.ready(tensors, padding, seed, False)[1], blocks.ready(tensors, padding, seed, more)[1]), None
+        """Returns the plan of the branches and the pieces of the block pattern. Nothing is kept here: each record keeps its own."""
+        dilated, blocks = self.both
+        # False: no outputs of branches are saved
+        _, plan = dilated.ready(tensors, padding, seed, False)
+        _, pieces = blocks.ready(tensors, padding, seed, more)
+        return (plan, pieces), None
 
     def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
         q, k, v, padding, _, seed, kept, bias = inputs
-        (q, k, v), (branches, blocks) = self.ready((q, k, v), padding, seed, (kept, bias))
-        part_out, part_lse = blocks_forward(blocks, q, k, v, padding)
-        out, lse = branches.runner.forward(branches, q, k, v, masks_of(padding, seed, bias), None)
-        merge_onto(out, lse.transpose(1, 2), part_out, part_lse.transpose(1, 2))
+        (q, k, v), (plan, pieces) = self.ready((q, k, v), padding, seed, (kept, bias))
+        out_of_blocks, lse_of_blocks = blocks_forward(pieces, q, k, v, padding)
+        out, lse = plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), None)
+        merge_onto(out, lse.transpose(1, 2), out_of_blocks, lse_of_blocks.transpose(1, 2))
         return out, lse, None
 
     def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), (branches, blocks) = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
+        (q, k, v, dout, out), (plan, pieces) = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
-        shares = branches.runner.backward(branches, tensors, masks_of(padding, seed, bias), dlse, None)
-        more = blocks_shares(blocks, tensors, padding, dlse)
-        return tuple(as_new((a.to(acc) + b).to(q.dtype)) for a, b in zip(shares, more, strict=True))
+        of_branches = plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, None)
+        of_blocks = blocks_shares(pieces, tensors, padding, dlse)
+        return tuple(as_new((x.to(acc) + y).to(q.dtype)) for x, y in zip(of_branches, of_blocks, strict=True))
 
 
 def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> LocalCall:
