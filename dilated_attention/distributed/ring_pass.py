@@ -62,7 +62,7 @@ class ResolvedRing(ResolvedCall):
         members = members_named(ring.group_name)
         if members.group is not None:
             session = session_of(members, ring.timeout)
-            session.check()
+            session.raise_if_failed()
             # for comparison with the other ranks
             session.enter(f"the backward of call {number}")
         if not inputs[0].shape[0]:

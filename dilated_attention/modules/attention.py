@@ -51,7 +51,7 @@ class DilatedAttention(LocalAttention):
 
     @shows_options
     def __init__(self, segment_lengths: Any, dilation_rates: Any, **options: Unpack[DilatedOptions]) -> None:
-        super().__init__("DilatedAttention", options, (segment_lengths, dilation_rates))
+        super().__init__("DilatedAttention", options, branches=(segment_lengths, dilation_rates))
 
 
 class BlockSparseAttention(LocalAttention):
@@ -81,7 +81,7 @@ class BlockSparseAttention(LocalAttention):
 
     @shows_options
     def __init__(self, pattern: Any = None, **options: Unpack[BlockSparseOptions]) -> None:
-        super().__init__("BlockSparseAttention", options, None, (pattern,))
+        super().__init__("BlockSparseAttention", options, blocks=(pattern,))
 
 
 class BlockSparseDilatedAttention(LocalAttention):
@@ -108,7 +108,7 @@ class BlockSparseDilatedAttention(LocalAttention):
 
     @shows_options
     def __init__(self, segment_lengths: Any, dilation_rates: Any, pattern: Any = None, **options: Unpack[UnionOptions]) -> None:
-        super().__init__("BlockSparseDilatedAttention", options, (segment_lengths, dilation_rates), (pattern,))
+        super().__init__("BlockSparseDilatedAttention", options, branches=(segment_lengths, dilation_rates), blocks=(pattern,))
 
 
 class RingAttention(RingModule):
@@ -117,7 +117,8 @@ class RingAttention(RingModule):
         out(i) = Σ_j e^{s_ij} v_j / Σ_j e^{s_ij},    s_ij = scale · q_i·k_j,    i on this process, j on any
 
     Args:
-        layout: ``"zigzag"``: two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"`` · a ``Layout``.
+        layout: ``"zigzag"`` (default): two runs per process, which balances causal attention · ``"contiguous"`` · ``"striped"`` · a
+            ``Layout``.
         exchange, ranks_per_node: see ``ring_attention``.
         window: (left, right) positions that a query sees, one integer for both; None for all.
         options: group, mesh, timeout: see ``modules.GroupOptions``; scale, dropout, deterministic, backend, sinks, num_heads: see
@@ -132,6 +133,7 @@ class RingAttention(RingModule):
     """
 
     function = staticmethod(functional.ring_attention)
+    # what ``forward_unsharded`` calls
     unsharded = staticmethod(functional.attention)
 
     @shows_options
@@ -147,7 +149,7 @@ class RingDilatedAttention(RingModule):
 
     Args:
         segment_lengths, dilation_rates, mixture_grad: see ``DilatedAttention``.
-        layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions.
+        layout: ``"contiguous"`` (default) · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions.
         exchange, ranks_per_node: see ``ring_dilated_attention``.
         options: those of ``DilatedAttention`` and ``RingAttention``.
 
@@ -167,7 +169,7 @@ class RingDilatedAttention(RingModule):
 
     @shows_options
     def __init__(self, segment_lengths: Any, dilation_rates: Any, **options: Unpack[RingDilatedOptions]) -> None:
-        super().__init__("RingDilatedAttention", options, (segment_lengths, dilation_rates))
+        super().__init__("RingDilatedAttention", options, branches=(segment_lengths, dilation_rates))
 
 
 class RingBlockSparseAttention(RingModule):
@@ -179,8 +181,8 @@ class RingBlockSparseAttention(RingModule):
 
     Args:
         pattern: see ``BlockSparseAttention``; content-chosen patterns are refused.
-        layout: which process holds which positions: ``"contiguous"`` · ``"zigzag"`` · a ``Layout``, which is for a single length: see
-            ``balanced_layout``.
+        layout: which process holds which positions: ``"contiguous"`` (default) · ``"zigzag"`` · a ``Layout``, which is for a single
+            length: see ``balanced_layout``.
         head_steps: see ``ring_block_sparse_attention``.
         options: those of ``BlockSparseAttention`` and ``RingAttention``.
 
@@ -198,7 +200,7 @@ class RingBlockSparseAttention(RingModule):
 
     @shows_options
     def __init__(self, pattern: Any = None, **options: Unpack[RingBlockSparseOptions]) -> None:
-        super().__init__("RingBlockSparseAttention", options, None, (pattern,))
+        super().__init__("RingBlockSparseAttention", options, blocks=(pattern,))
 
 
 class RingBlockSparseDilatedAttention(RingModule):
@@ -226,4 +228,4 @@ class RingBlockSparseDilatedAttention(RingModule):
 
     @shows_options
     def __init__(self, segment_lengths: Any, dilation_rates: Any, pattern: Any = None, **options: Unpack[RingUnionOptions]) -> None:
-        super().__init__("RingBlockSparseDilatedAttention", options, (segment_lengths, dilation_rates), (pattern,))
+        super().__init__("RingBlockSparseDilatedAttention", options, branches=(segment_lengths, dilation_rates), blocks=(pattern,))

@@ -227,11 +227,11 @@ class RingModule(Attention):
     options see ``ring_dilated_attention`` and ``ring_block_sparse_attention``."""
 
     ring: RingSettings
-    # the function of one process
+    # the function for a whole sequence in one process, which ``forward_unsharded`` calls
     unsharded: ClassVar[Callable[..., Any]]
 
-    def __init__(self, name: str, options: Mapping[str, Any], *patterns: Any) -> None:
-        super().__init__(name, options, *patterns)
+    def __init__(self, name: str, options: Mapping[str, Any], **patterns: Any) -> None:
+        super().__init__(name, options, **patterns)
         if self._blocks is not None:
             check_ring_blocks(self._blocks, options.get("layout", "contiguous"))
             steps = options.get("head_steps")

@@ -355,7 +355,7 @@ def watched(rank: int, world: int) -> None:
             time.sleep(0.01)
     except RingError:
         with pytest.raises(RingError, match="this group failed before"):
-            wire.session.check()
+            wire.session.raise_if_failed()
         raise
 
 
@@ -374,12 +374,12 @@ class Stalled:
 
     def __init__(self, thread: int) -> None:
         self.exchange = Exchange(self, 3, "hop 3", (1,), thread=thread)  # type: ignore[arg-type]
-        self.count = self.equal = 0
+        self.count = self.count_when_equal = 0
         self.failed: str | None = None
         self.has_raised, self.wires, self.timeout = False, {"cuda": self}, 0.2
         self.aborted = threading.Event()
 
-    def names(self, ranks: tuple[int, ...]) -> str:
+    def ranks_text(self, ranks: tuple[int, ...]) -> str:
         return "rank 1"
 
     def stalled(self) -> tuple[Exchange, str]:

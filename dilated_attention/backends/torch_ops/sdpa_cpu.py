@@ -17,9 +17,15 @@ _MATH = MathBackend()
 class SdpaCpuBackend(ContainedBackend):
     """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward, on strided views without a copy.
 
-    The op has pitfalls, each guarded here and tested: a call without any keys kills the process; a last stride ≠ 1 is silently wrong;
-    masks must be additive and of q's dtype; a row without keys gets lse 0, and so does a row whose scores are all NaN, with out 0; q · k
-    and sums of values overflow where scores and outputs do not. Rows that may be affected by the last three are left to ``MathBackend``.
+    The op has pitfalls, each tested:
+
+    * a call without any keys kills the process, and a last stride ≠ 1 is silently wrong: an assert refuses both
+    * masks must be additive and of q's dtype: they are converted
+    * a row without keys gets lse 0: it is set to what ``Backend`` promises
+    * a row whose scores are all NaN gets lse 0 and out 0; q · k and sums of values overflow where scores and outputs do not:
+      ``MathBackend`` computes every row that may be such a row
+
+    Letters: P problems, L queries, S keys; ``empty_PL`` marks rows without keys.
     """
 
     name = "sdpa_cpu"
@@ -50,14 +56,14 @@ class SdpaCpuBackend(ContainedBackend):
         if empty_PL is not None:
             out, lse = clear_empty_rows(out, lse, empty_PL)
         # lse 0 may come from a single key with the score 0, or from NaN scores
-        doubtful = lse == 0
-        spoilt = ~(lse < torch.inf) | (~out.isfinite().all(-1).transpose(1, 2) if not all_finite(out) else False)
-        if bool((doubtful | spoilt).any()):
+        zero_lse = lse == 0
+        not_finite = ~(lse < torch.inf) | (~out.isfinite().all(-1).transpose(1, 2) if not all_finite(out) else False)
+        if bool((zero_lse | not_finite).any()):
             exact_out, exact_lse = _MATH.raw_forward(q, k, v, options, pairs)
             # if keys or values are not finite, they are the cause of a non-finite row, which must stay visible
-            doubtful |= spoilt & all_finite(k, v)
-            out = torch.where(doubtful.transpose(1, 2)[..., None], exact_out, out)
-            lse = torch.where(doubtful, exact_lse, lse)
+            replaced = zero_lse | (not_finite & all_finite(k, v))
+            out = torch.where(replaced.transpose(1, 2)[..., None], exact_out, out)
+            lse = torch.where(replaced, exact_lse, lse)
         return out, lse
 
     def raw_backward(

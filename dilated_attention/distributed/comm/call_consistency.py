@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable, registry
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import differences, session_of
+from dilated_attention.distributed.comm.session import argument_differences, session_of
 from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
@@ -26,7 +26,7 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
     if members.group is None:
         return [own]
     session = session_of(members, timeout)
-    session.check()
+    session.raise_if_failed()
     number, arguments = session.handshakes, {key: str(value) for key, value in same.items()}
     session.handshakes += 1
     session.enter("a handshake", number, arguments)
@@ -35,7 +35,7 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
         if len(posts) < session.size:
             absent = [rank for rank in range(session.size) if rank not in posts]
             what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
-            trouble = f" failed after {timeout:.1f} s: {session.names(absent)} posted nothing"
+            trouble = f" failed after {timeout:.1f} s: {session.ranks_text(absent)} posted nothing"
             # the others give up in their own time; report what is known by now
             session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
         if session.failed is not None:
@@ -43,7 +43,7 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
         if number > 0:
             # all ranks have posted this call, so all have read the previous one
             session.store.delete_key(f"agree/{number - 1}/{session.rank}")
-    if found := differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
+    if found := argument_differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
         raise ValueError(f"{found}; all ranks must make the same call")
     return [posts[rank][1] for rank in range(session.size)]
 
@@ -97,7 +97,7 @@ def agreed_call(
     if members.group is None:
         return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
     session, asks = session_of(members, ring.timeout), ring.seq_len < 0
-    session.check()
+    session.raise_if_failed()
     lives = live_pattern is not None
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
     # not its name, which may be given again

@@ -65,7 +65,7 @@ class Exchange:
                 raise wire.broken(self, act, peers, error, time.monotonic() - began) from error
         wire.waits = False
         if wire.on_gpu:
-            wire.session.check()
+            wire.session.raise_if_failed()
 
 
 class Wire:
@@ -119,7 +119,7 @@ class Wire:
         Both are contiguous. Do not write to ``sent`` before ``wait``; on a GPU, issue all uses of ``came`` to the current stream before.
         ``what`` describes the exchange in messages, e.g. ``"forward, heads 1 of 2: K and V"``.
         """
-        self.session.check()
+        self.session.raise_if_failed()
         group: Any = self._shared()
         peers = tuple(peer for peer, both in enumerate(zip(send_counts, counts, strict=True)) if any(both))
         self.number += 1
@@ -129,7 +129,7 @@ class Wire:
             # until the GPU has reached the exchange four before this one; the watching thread has removed those that it has seen end
             for before in list(self.pending)[-EVERY : 1 - EVERY]:
                 while before.ready is not None and not before.ready.query():
-                    self.session.check()
+                    self.session.raise_if_failed()
                     time.sleep(50e-6)
         act, ranks = "starting", peers
         try:
@@ -145,7 +145,7 @@ class Wire:
                 ):
                     for peer, part in enumerate(rows.split(of)):
                         if part.numel():
-                            act, ranks = f"{verb.format(readable(part.nbytes))} {self.session.names([peer])}", (peer,)
+                            act, ranks = f"{verb.format(readable(part.nbytes))} {self.session.ranks_text([peer])}", (peer,)
                             # as bytes, which every communication library carries
                             exchange.works.append((move([part.view(-1).view(torch.uint8)], peer, tag), ranks, act))
         except RuntimeError as error:

@@ -1,10 +1,10 @@
 """What a rank knows of a group: the calls made so far, what its ranks have agreed on, whether it has failed. Ranks tell each other through
 the store of torch.distributed.
 
-A call of a kind that the ranks have agreed on begins without asking the others. It leaves a number and a checksum of all calls so far,
-which messages on gloo carry as their tag, so that those of different calls never match. Twice a second, while there are new calls, a thread
-posts both (``compare``): a rank that finds a difference says so, and then all post their last calls and arrive at one message. Ranks that
-give up waiting post that (``fail_waiting``), so the culprit is among the others.
+A call of a kind that the ranks have agreed on begins without asking the others. It adds to a count and a checksum of all calls so far;
+messages on gloo carry the checksum as their tag, so that those of different calls never match. Twice a second, while there are new calls, a
+thread posts count and checksum (``compare``): a rank that finds a difference says so, and then all post their last calls and arrive at one
+message. Ranks that give up waiting post that (``fail_waiting``), so the culprit is among the others.
 
 The same thread finds exchanges on a GPU that stall, where waiting does not block the CPU. When an exchange could run for longer than the
 timeout, or its communicator reports an error:
@@ -15,7 +15,8 @@ timeout, or its communicator reports an error:
     4. if nothing raises, the thread that issued the exchange is made to as soon as it runs Python again, and then the main thread, too
     5. if nothing has raised within 10 s (GRACE), because a thread is stuck in a CUDA call, the process ends with exit code 1
 
-So no rank outlives a dead one by more than timeout + 12 s and a few looks. Different calls end in the same way, also on a CPU.
+So no rank outlives a dead one by more than timeout + 12 s and a few looks. Different calls end in steps 2 to 5, too; on a CPU only in 2 and
+3, since the thread that waits raises by itself.
 """
 
 from __future__ import annotations
@@ -41,12 +42,20 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dilated_attention.distributed.comm.group import Members
 
-# calls that a rank remembers; those that it posts when ranks disagree; kinds of calls that it remembers, before it forgets all of them
-KEPT, POSTED, MOST_KINDS = 4096, 64, 4096
+# calls that a rank remembers
+KEPT = 4096
+# last calls that it posts when ranks disagree
+POSTED = 64
+# kinds of calls that it remembers, before it forgets all of them
+MOST_KINDS = 4096
 # seconds to wait for what the others post, since ranks of one stalled exchange time out together
 COLLECT = 2.0
-# seconds between looks, until the process ends, and in which a thread may raise by itself, else autograd's and the main thread would both
-POLL, GRACE, OWN = 0.5, 10.0, 0.2
+# seconds between looks of the watching thread
+POLL = 0.5
+# seconds from a failure until the process ends, if no thread has raised
+GRACE = 10.0
+# seconds in which the thread that waits may raise by itself; otherwise autograd's thread and the main thread would both raise
+OWN = 0.2
 
 
 class RingError(RuntimeError):
@@ -65,28 +74,35 @@ def first_line(error: BaseException) -> str:
 class Session:
     """A group on this rank, as long as the group lives. All ranks make it together; RingError if some have not within the timeout.
 
-    ``failed``: message of the first failure; nothing is exchanged after it. ``has_raised``: whether a thread has raised it.
-    ``count``, ``forwards``, ``handshakes``: the numbers of all that the ranks have called so far, and of forwards and handshakes alone.
-    ``entries``: the last calls by number, from 1: checksum of it and all before, name, such as "call 3", and arguments.
-    ``equal``: ``count`` when all ranks were last known to have made the same calls. ``compares``: whether the store answers.
-    ``agreed``: of each kind of call that the ranks have agreed on the number of the handshake, and the arguments. They make the same
-    calls, so they forget at the same one.
-    ``wires``: what the ranks exchange by, by type of device."""
+    Attributes:
+        label: this rank as messages name it, such as "rank 1".
+        failed: message of the first failure; nothing is exchanged after it.
+        has_raised: whether a thread has raised it.
+        count: how many calls this rank has made so far: forwards, backwards and handshakes.
+        forwards, handshakes: how many of these there were.
+        checksum: of all calls so far.
+        entries: the last calls, by ``count`` at each: (``checksum`` at it, name, such as "call 3", arguments). 0 stands for no call.
+        count_when_equal: ``count`` when all ranks were last known to have made the same calls.
+        compares: whether the store answers.
+        agreed: of each kind of call that the ranks have agreed on: (``handshakes`` at it, arguments). All ranks make the same calls, so
+            they forget kinds at the same one.
+        wires: what the ranks exchange by, by type of device.
+    """
 
     def __init__(self, members: Members, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank, self.size = members.rank, members.size
         self.global_ranks = dist.get_process_group_ranks(group)
-        self.name = self.names([self.rank])
+        self.label = self.ranks_text([self.rank])
         self.failed: str | None = None
         self.has_raised, self.compares = False, True
-        self.handshakes = self.count = self.forwards = self.checksum = self.equal = 0
+        self.handshakes = self.count = self.forwards = self.checksum = self.count_when_equal = 0
         self.entries: dict[int, tuple[int, str, Mapping[str, str]]] = {0: (0, "", {})}
         self.agreed: dict[object, Any] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
         if default is _parents_store:
             raise RingError(
-                f"{self.name}: this process was forked from one that had initialised torch.distributed, whose connections do not work in "
+                f"{self.label}: this process was forked from one that had initialised torch.distributed, whose connections do not work in "
                 "it; start processes that exchange by spawn or forkserver, or call init_process_group in this one with a store of its own"
             )
         with self.asking():
@@ -95,35 +111,38 @@ class Session:
             self._meet(timeout)
 
     def _meet(self, timeout: float) -> None:
-        """Posts a fresh name; done when all have posted under the names of all. A store still contains the keys of groups that a program
-        has destroyed, but none under the fresh name of this rank."""
-        store, names, orders = self.store, self.keys("name"), self.keys("order")
-        store.set(names[self.rank], uuid.uuid4().hex)
+        """Waits for all ranks, and replaces the store by a part of it that belongs to this session alone.
+
+        Every rank posts a fresh name. The part's prefix is made of the names of all, so it holds no keys of a group that the program has
+        destroyed, which the store still contains. All have come when all have posted there, since then all have read the same names.
+        """
+        store, name_keys, order_keys = self.store, self.keys("name"), self.keys("order")
+        store.set(name_keys[self.rank], uuid.uuid4().hex)
 
         def absent() -> list[int]:
-            if late := missing(store, names):
+            if late := missing(store, name_keys):
                 return late
-            self.store = PrefixStore(uuid.uuid5(uuid.NAMESPACE_OID, str(store.multi_get(names))).hex, store)
-            self.store.set(orders[self.rank], "0 0")
-            return missing(self.store, orders)
+            self.store = PrefixStore(uuid.uuid5(uuid.NAMESPACE_OID, str(store.multi_get(name_keys))).hex, store)
+            self.store.set(order_keys[self.rank], "0 0")
+            return missing(self.store, order_keys)
 
         if not self.until(lambda: not absent(), timeout) and (late := absent()):
             raise RingError(
-                f"{self.name}: first use of the group failed after {timeout:.1f} s: {self.names(late)} did not join; dead, stalled or busy "
-                "with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
+                f"{self.label}: first use of the group failed after {timeout:.1f} s: {self.ranks_text(late)} did not join; dead, stalled "
+                "or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
                 f"({timeout:g} s) if they are only late"
             )
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Around calls to the store; a failure means that the process that serves it has ended, and raises RingError."""
+        """A context for calls to the store: raises RingError if one fails, since then the process that serves it has ended."""
         try:
             yield
         except RingError:
             raise
         except RuntimeError as error:
             raise RingError(
-                f"{self.name}: the store of torch.distributed does not answer ({first_line(error)}); the process that serves it, usually "
+                f"{self.label}: the store of torch.distributed does not answer ({first_line(error)}); the process that serves it, usually "
                 "global rank 0, has ended: look at its output"
             ) from error
 
@@ -139,8 +158,10 @@ class Session:
         return result
 
     def posts(self, what: str, mine: object, timeout: float) -> dict[int, Any]:
-        """Posts ``mine`` once, and returns by rank what has been posted, after so many seconds at the latest; at once if the group fails,
-        which the watching thread may find meanwhile."""
+        """Posts ``mine``, unless this rank has posted ``what`` already, and returns what the ranks have posted, by rank.
+
+        It waits for all of them, until the timeout, or until the watching thread finds that the group has failed.
+        """
         store, keys = self.store, self.keys(what)
         if not store.check([keys[self.rank]]):
             store.set(keys[self.rank], json.dumps(mine))
@@ -150,27 +171,28 @@ class Session:
         return dict(zip(there, map(json.loads, store.multi_get([keys[rank] for rank in there])), strict=True))
 
     def keys(self, what: str) -> list[str]:
+        """Returns the store's key of each rank for what they post."""
         return [f"{what}/{rank}" for rank in range(self.size)]
 
-    def names(self, ranks: Sequence[int]) -> str:
+    def ranks_text(self, ranks: Sequence[int]) -> str:
         """Formats "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
         others = [self.global_ranks[rank] for rank in ranks]
         text, more = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, some))}" for some in (ranks, others))
         return text if others == list(ranks) else f"{text} (global {more})"
 
-    def enter(self, what: str, number: int = 0, arguments: Mapping[str, str] | None = None) -> None:
-        """Records a call before it exchanges anything. ``number``: what the ranks' calls of its kind and length have in common."""
+    def enter(self, what: str, shared: int = 0, arguments: Mapping[str, str] | None = None) -> None:
+        """Records a call before it exchanges anything. ``shared``: a number, equal on all ranks if the call's kind and length are."""
         count = self.count + 1
-        self.checksum = zlib.crc32(b"%s %d" % (what.encode(), number), self.checksum)
+        self.checksum = zlib.crc32(b"%s %d" % (what.encode(), shared), self.checksum)
         self.entries[count] = self.checksum, what, arguments or {}
         self.entries.pop(count - KEPT, None)
         # set last, because the watching thread asks for no entry above it
         self.count = count
 
-    def enter_forward(self, number: int, arguments: Mapping[str, str] | None) -> int:
-        """Records a call; returns its number among the calls of this group, counted from 1."""
+    def enter_forward(self, shared: int, arguments: Mapping[str, str] | None) -> int:
+        """Records a forward; returns its number among the forwards of this group, counted from 1."""
         self.forwards += 1
-        self.enter(f"call {self.forwards}", number, arguments)
+        self.enter(f"call {self.forwards}", shared, arguments)
         return self.forwards
 
     def remember(self, kind: object, agreement: tuple[int, Mapping[str, str]]) -> None:
@@ -178,24 +200,31 @@ class Session:
             self.agreed.clear()
         self.agreed[kind] = agreement
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         if self.failed is not None:
-            raise self.error(f"{self.name}: this group failed before and cannot be used again; it failed with: ")
+            raise self.error(f"{self.label}: this group failed before and cannot be used again; it failed with: ")
 
     def error(self, again: str = "") -> RingError:
         """Returns what the group failed with, to be raised."""
         self.has_raised = True
         return RingError(f"{again}{self.failed}")
 
-    def fail_waiting(self, what: str, number: int, peers: Sequence[int], trouble: str, timeout: float, collect: float) -> None:
-        """Marks the group as failed, because this rank has waited in vain for ``peers`` in its exchange ``number``, described by ``what``,
-        such as "forward, heads 1 of 2: K and V"; or because ranks disagree on what they call, if that is why."""
+    def fail_waiting(self, what: str, exchange: int, peers: Sequence[int], trouble: str, timeout: float, collect: float) -> None:
+        """Marks the group as failed, because this rank has waited in vain for ``peers`` in an exchange; or because ranks disagree on what
+        they call, if that is why.
+
+        Args:
+            what, exchange: its description, such as "forward, heads 1 of 2: K and V", and its number.
+            trouble: how it failed, for the message.
+            timeout: the timeout that the message recommends to raise.
+            collect: seconds to wait for what the others post.
+        """
         compare(self)
         if self.failed is not None:
             return
         blamed = list(peers)
         try:
-            waits = self.posts("waits", [f"{what!r} (exchange {number})", blamed], collect)
+            waits = self.posts("waits", [f"{what!r} (exchange {exchange})", blamed], collect)
         except RuntimeError as error:
             blame = f"the store of torch.distributed does not answer either ({first_line(error)}): "
             blame += "its server, usually global rank 0, has ended"
@@ -208,16 +237,16 @@ class Session:
                 front += new & waits.keys()
             silent = sorted(reached - waits.keys())
             told = [
-                f"{self.names([rank])} gave up waiting for {self.names(others)} in {place}"
+                f"{self.ranks_text([rank])} gave up waiting for {self.ranks_text(others)} in {place}"
                 for rank, (place, others) in waits.items()
                 if rank in peers or not silent
             ]
             blame = f"all ranks report that they wait or have given up: {'; '.join(told)}"
             if silent:
                 has, blamed = "has" if len(silent) == 1 else "have", silent
-                blame = "; ".join([*told, f"{self.names(silent)} {has} not reported: dead, stalled or in another call"])
-        way = f"Look at the output of {self.names(blamed)}, or raise timeout= ({timeout:g} s) if only slow"
-        self.failed = self.failed or f"{self.name}: {what}{trouble}; {blame}. {way}"
+                blame = "; ".join([*told, f"{self.ranks_text(silent)} {has} not reported: dead, stalled or in another call"])
+        way = f"Look at the output of {self.ranks_text(blamed)}, or raise timeout= ({timeout:g} s) if only slow"
+        self.failed = self.failed or f"{self.label}: {what}{trouble}; {blame}. {way}"
 
 
 def missing(store: Any, keys: list[str]) -> list[int]:
@@ -229,14 +258,14 @@ def compare(session: Session) -> None:
     """Compares this rank's calls with those of the others, as far as they are known now, and marks the group as failed if they differ."""
     if session.failed is not None or not session.compares:
         return
-    store, count, keys, calls = session.store, session.count, session.keys("order"), dict[int, Any]()
+    store, count, keys = session.store, session.count, session.keys("order")
     try:
         store.set(keys[session.rank], f"{count} {session.entries[count][0]}")
         if not store.check(["disagree"]):
             orders = [tuple(map(int, text.split())) for text in store.multi_get(keys)]
-            if all(session.entries.get(number, (checksum,))[0] == checksum for number, checksum in orders):
-                if all(number == count for number, _ in orders):
-                    session.equal = count
+            if all(session.entries.get(their_count, (checksum,))[0] == checksum for their_count, checksum in orders):
+                if all(their_count == count for their_count, _ in orders):
+                    session.count_when_equal = count
                 return
             store.set("disagree", "1")
         posts = session.posts("calls", dict(list(session.entries.items())[-POSTED:]), COLLECT)
@@ -244,29 +273,33 @@ def compare(session: Session) -> None:
         # the store's server has ended, usually because the program has
         session.compares = False
         return
-    for number in sorted({int(number) for post in posts.values() for number in post}):
-        calls = {rank: post[str(number)] for rank, post in posts.items() if str(number) in post}
+    # by rank, the first of the posted calls that differ; the last one if none of these do
+    calls: dict[int, Any] = {}
+    for position in sorted({int(key) for post in posts.values() for key in post}):
+        calls = {rank: post[str(position)] for rank, post in posts.items() if str(position) in post}
         if len({checksum for checksum, _, _ in calls.values()}) > 1:
             break
     session.failed = session.failed or (
-        f"{_difference(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on "
+        f"{_describe(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on "
         "this group are void, and so is the group: end the process, or make a new group on all ranks (torch.distributed.new_group)"
     )
 
 
-def _difference(session: Session, calls: Mapping[int, tuple[int, str, Mapping[str, str]]]) -> str:
-    """Describes how calls, given by rank, differ."""
+def _describe(session: Session, calls: Mapping[int, tuple[int, str, Mapping[str, str]]]) -> str:
+    """Describes how the ranks' calls differ, by what they call or by arguments."""
     kinds = {what for _, what, _ in calls.values()}
-    text = differences(session, {rank: arguments for rank, (_, _, arguments) in calls.items()})
+    text = argument_differences(session, {rank: arguments for rank, (_, _, arguments) in calls.items()})
     if text and not any(what.startswith("the backward") for what in kinds):
         return text
     if len(kinds) < 2:
         return "ranks disagree on what they have called"
-    named = {rank: f"{what} ({has.get('function', 'first use')})" if has else what for rank, (_, what, has) in calls.items()}
+    named = {
+        rank: f"{what} ({arguments.get('function', 'first use')})" if arguments else what for rank, (_, what, arguments) in calls.items()
+    }
     return f"ranks disagree on what they call: {_sides(session, named)}"
 
 
-def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
+def argument_differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
     """Formats how arguments, by rank, differ, e.g. "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …";
     "" if all are equal."""
     functions = {post.get("function") for post in posts.values()}
@@ -282,12 +315,13 @@ def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str
 
 
 def _sides(session: Session, values: Mapping[int, str]) -> str:
+    """Formats which ranks have which value."""
     holders: dict[str, list[int]] = {}
     for rank, value in values.items():
         holders.setdefault(value, []).append(rank)
     # values of the most ranks come first, so that the exceptions are at the end
     sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
-    return ", ".join(f"{session.names(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)
+    return ", ".join(f"{session.ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)
 
 
 sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
@@ -346,44 +380,50 @@ def _run(watched: weakref.ref[Session], stopping: threading.Event) -> None:
 def look(session: Session) -> None:
     """Ends what waits if the ranks make different calls, or an exchange on a GPU has stalled."""
     wire = session.wires.get("cuda")
-    if session.count != session.equal and dist.is_initialized():
+    if session.count != session.count_when_equal and dist.is_initialized():
         compare(session)
     if session.failed is not None:
-        # a GPU has computed with wrong keys; on a CPU the thread that waits raises by itself
-        _end(session, None if wire is None else wire.pending[-1].thread if wire.pending else threading.main_thread().ident, 0.0)
+        # on a CPU the thread that waits raises by itself; on a GPU nothing waits, though it has computed with wrong keys
+        thread = None
+        if wire is not None:
+            thread = wire.pending[-1].thread if wire.pending else threading.main_thread().ident
+        _end(session, thread, 0.0)
     elif wire is not None and (stalled := wire.stalled()) is not None:
         exchange, trouble = stalled
-        trouble = f": exchange {exchange.number} with {session.names(exchange.peers)} {trouble}"
+        trouble = f": exchange {exchange.number} with {session.ranks_text(exchange.peers)} {trouble}"
         session.fail_waiting(exchange.what, exchange.number, exchange.peers, trouble, wire.timeout, COLLECT)
         _end(session, exchange.thread, OWN)
 
 
 def _end(session: Session, thread: int | None, patience: float) -> None:
-    """Frees what waits, and sees to it that a thread raises: ``thread`` after so many seconds, None if it will by itself, as on a CPU."""
+    """Frees what waits, and makes a thread raise the group's error: ``thread``, if it has not by itself within ``patience`` seconds, and a
+    second later the main thread, too. None: a thread will raise by itself, as on a CPU."""
     message, raised, began = str(session.failed), threading.Event(), time.monotonic()
     _tell(message)
-    aborting = [one for wire in session.wires.values() for one in wire.abort()]
+    aborting = [aborter for wire in session.wires.values() for aborter in wire.abort()]
 
     def raise_it(self: RingError) -> None:
         raised.set()
         RingError.__init__(self, message)
 
-    # Python takes a class here, so this one contains the message
+    # PyThreadState_SetAsyncExc takes a class, which Python calls without arguments, so this one contains the message
     kind = type("RingError", (RingError,), {"__init__": raise_it, "__module__": RingError.__module__})
     if thread is not None:
-        # an autograd thread that has nothing more to do never raises
-        for seconds, threads in ((patience, {thread}), (patience + 1, {thread, threading.main_thread().ident}), (GRACE, set())):
-            while not (has_raised := raised.is_set() or session.has_raised) and time.monotonic() - began < seconds:
+        # from each deadline on these threads are made to raise; after the last one the process ends. An autograd thread that has nothing
+        # more to do never raises, hence the main thread
+        steps = (patience, {thread}), (patience + 1, {thread, threading.main_thread().ident}), (GRACE, set[int]())
+        for deadline, threads in steps:
+            while not (has_raised := raised.is_set() or session.has_raised) and time.monotonic() - began < deadline:
                 raised.wait(0.05)
             if has_raised:
                 break
             if not threads:
                 _tell(f"nothing raised within {GRACE:g} s of this error, so this process ends now: {message}")
                 os._exit(1)
-            for one in threads:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(one or 0), ctypes.py_object(kind))
-    for one in aborting:
-        one.join(max(0.0, began + GRACE - time.monotonic()))
+            for thread_id in threads:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id or 0), ctypes.py_object(kind))
+    for aborter in aborting:
+        aborter.join(max(0.0, began + GRACE - time.monotonic()))
 
 
 def _tell(message: str) -> None:
