@@ -1,5 +1,5 @@
 """This project's own kernels (``tiles/``), over a table of tiles or over lists of blocks. Nothing is gathered or transposed: they read q, k
-and v in place. No atomics are used, so gradients are the same in every run."""
+and v in place; only a dense backward under padding copies k and v. No atomics are used, so gradients are the same in every run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _compilations: dict[Hashable, Future[Any] | None] = {}
 
 
 class TilesBackend(Backend):
-    """Supports every option of a call except float64 and fp8: one dense problem, or a whole call with two launches in the forward and three
-    in the backward.
+    """Supports every option of a call but float64, fp8 and softcap: one dense problem, or a whole call with two launches in the forward and
+    three in the backward.
 
     The backward pass computes scores twice, once for dq and once for dk and dv: 7 products instead of 5.
     """
@@ -71,11 +71,12 @@ class TilesBackend(Backend):
         from dilated_attention.backends.tiles import run
 
         assert keys is None
-        (result,), lse = new_results(out[:1], (q,)), out[1]
-        # the kernel writes lse densely
-        dense = lse if lse is not None and lse.is_contiguous() else new_lse(q)
-        run.forward(_prepared(q, k, options), q, k, v, result, dense, **_masks(options, k))
-        return result, dense
+        out_view, lse_view = out
+        (result,) = new_results((out_view,), (q,))
+        # the kernel writes a contiguous lse; the caller copies it to any other view
+        lse = lse_view if lse_view is not None and lse_view.is_contiguous() else new_lse(q)
+        run.forward(_prepared(q, k, options), q, k, v, result, lse, **_mask_arguments(options, k))
+        return result, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
@@ -84,7 +85,7 @@ class TilesBackend(Backend):
         from dilated_attention.backends.tiles import run
 
         assert keys is None
-        masks = _masks(options, k)
+        masks = _mask_arguments(options, k)
         results = new_results(grads, (q, k, v))
         if "padding" in masks:
             # the kernel of dq requires that padded keys and values are zeros
@@ -122,7 +123,8 @@ def _dense_call(
     return TileCall(walk, ((0,) * heads,), scale, None if low is None else -low, high, precision=precision)
 
 
-def _masks(options: Options, k: Tensor) -> dict[str, Any]:
+def _mask_arguments(options: Options, k: Tensor) -> dict[str, Any]:
+    """Returns the arguments of ``run.forward`` and ``run.backward`` for bias, padding and dropout."""
     masks: dict[str, Any] = {"bias": options.bias}
     # the kernels read masks and words densely, while those of a problem may be views of every r-th position
     if options.mask.padding is not None:
@@ -136,8 +138,8 @@ def _masks(options: Options, k: Tensor) -> dict[str, Any]:
 class TritonBlocksBackend(Backend):
     """Computes only block-sparse attention; dense problems have better kernels.
 
-    The same kernels find the next keys in a list: for any GPU that Triton supports, any head dim, and masks of single pairs. One program
-    computes a tile of a block; the longest lists are started first.
+    The same kernels find the next keys in a list, with masks of single pairs. One program computes a tile of a block; the longest lists are
+    started first.
     """
 
     name = "triton"
@@ -175,14 +177,24 @@ class TritonBlocksBackend(Backend):
 
         assert isinstance(keys, BlockLists)
         out, lse, padding = torch.empty(q.shape, dtype=q.dtype, device=q.device), new_lse(q), _padding_of(options, keys, q.shape[0])
-        # in place of the lse of parts, tables, words of dropout and a bias
+        # in place of tensors that these calls do not have, and that the kernel does not read
         unread = lse
-        tensors = q, k, v, out, lse, out, unread, unread, unread, padding, unread, unread, unread, unread
-        strides = *_strides(q, k, v, out), padding.stride(0), 0
-        scale = max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E
-        # direct, left, right, scale, threshold, keep_scale
-        numbers = *_sizes_of(q, k), 0, 0, 0, scale, 0, 1.0
-        _launch("forward", forward_kernel, q, k, options, keys, (*tensors, *strides, *numbers), ZERO_KEYS=False)()
+        # in the order of the kernel's parameters
+        arguments = (
+            q, k, v, out, lse,
+            # of a table of tiles: the branches' outputs and their lse, rows, offsets
+            out, unread, unread, unread,
+            padding,
+            # words of dropout (a, c, b), bias
+            unread, unread, unread, unread,
+            # strides, of padding those of batch and branch
+            *_strides(q, k, v, out), padding.stride(0), 0,
+            # num_batches … part_rows, then direct, left, right
+            *_sizes_of(q, k), 0, 0, 0,
+            # scale, whose sign is in ``Form``; threshold and keep_scale of dropout
+            max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E, 0, 1.0,
+        )  # fmt: skip
+        _launch("forward", forward_kernel, q, k, options, keys, arguments, ZERO_KEYS=False)()
         return out, lse
 
     def backward(
@@ -206,25 +218,42 @@ class TritonBlocksBackend(Backend):
         dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, k, v))
         # δ and lse · log2(e) of each row
         stats = torch.empty(2 * lse.numel(), dtype=torch.float32, device=q.device)
-        padding, numbers = _padding_of(options, keys, q.shape[0]), (0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0)
-        pad, sizes = padding.stride(0), _sizes_of(q, k)
-        of_dlse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
-        B, H, group, *rows = sizes
-        unread = lse
-        of_rows = q, k, v, out, lse, dout, unread if dlse is None else dlse, stats, dq, dq
-        tensors = *of_rows, unread, unread, padding, unread, unread, unread, unread
-        of_queries = *_strides(q, k, v, out, dout, dq), *of_dlse, pad, 0, *sizes, q.shape[1], *numbers
-        query = _launch("query", query_kernel, q, k, options, keys, (*tensors, *of_queries), OWN=False, DLSE=dlse is not None)
-        read_and_written = q, k, v, dout, stats, dk, dv, dk, dv, unread, unread, padding, unread, unread
-        of_keys = *_strides(q, k, v, dout, dk, dv), pad, B, H, H // group, group, *rows, q.shape[1], *numbers
+        padding, unread = _padding_of(options, keys, q.shape[0]), lse
+        num_batches, num_heads, group, *lengths = _sizes_of(q, k)
+        # delta_rows, direct, left, right, scale, natural_scale, and threshold and keep_scale of dropout
+        last = q.shape[1], 0, 0, 0, options.scale * _LOG2_E, options.scale, 0, 1.0
+        # in the order of the kernel's parameters, as in the forward
+        of_queries = (
+            q, k, v, out, lse, dout, unread if dlse is None else dlse, stats, dq,
+            # of a table of tiles: the branches' dq, rows, offsets
+            dq, unread, unread,
+            padding,
+            # words of dropout (a, c, b), bias
+            unread, unread, unread, unread,
+            # strides, of dlse (B, H, Nq) in the order of the others, of padding those of batch and branch
+            *_strides(q, k, v, out, dout, dq), *((0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))),
+            padding.stride(0), 0,
+            num_batches, num_heads, group, *lengths, *last,
+        )  # fmt: skip
+        of_keys = (
+            q, k, v, dout, stats, dk, dv,
+            # of a table of tiles: the branches' dk and dv, rows, offsets
+            dk, dv, unread, unread,
+            padding,
+            # word b of dropout, bias
+            unread, unread,
+            *_strides(q, k, v, dout, dk, dv), padding.stride(0),
+            num_batches, num_heads, num_heads // group, group, *lengths, *last,
+        )  # fmt: skip
+        query_launch = _launch("query", query_kernel, q, k, options, keys, of_queries, OWN=False, DLSE=dlse is not None)
         # the GPU computes dq while the host makes the lists of the other kernel, but for the first time, when both kernels compile
-        if not (is_first := query.start()):
-            query()
-        key = _launch("key", key_kernel, q, k, options, keys, (*read_and_written, *of_keys), SHARED=True)
+        if not (is_first := query_launch.start()):
+            query_launch()
+        key_launch = _launch("key", key_kernel, q, k, options, keys, of_keys, SHARED=True)
         if is_first:
-            key.start()
-            query()
-        key()
+            key_launch.start()
+            query_launch()
+        key_launch()
         return dq, dk, dv
 
 
@@ -237,9 +266,9 @@ def order_of(lists: BlockLists, members: int = 0) -> tuple[Tensor, Tensor]:
         members: the heads with lists of their own that a program of key blocks covers.
 
     Returns:
-        places: (groups, lists) int32, each group's lists in their order.
-        heavy: () int32, the number of lists that all heads process before any head continues with the rest: lists so long that they would
-            finish after everything else if the last head only began with them in its turn.
+        order: (groups, lists) int32, each group's lists in their order.
+        heavy: () int32. The first so many lists of every head are processed before all others: they are so long that those of the last head
+            would finish after everything else if they waited for their turn.
     """
 
     def make(lists: BlockLists) -> tuple[Tensor, Tensor]:
@@ -255,7 +284,10 @@ def order_of(lists: BlockLists, members: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class _Launch(NamedTuple):
-    """A kernel with its arguments, for so many programs. ``kind``: all that its compiled form depends on, beside ``options["FORM"]``."""
+    """A kernel with its arguments, for so many programs.
+
+    ``kind``: all that the compiled kernel depends on, beside ``options["FORM"]``; ``options``: constants and Triton's own options.
+    """
 
     kernel: Any
     programs: int
@@ -265,8 +297,10 @@ class _Launch(NamedTuple):
     options: dict[str, Any]
 
     def start(self) -> bool:
-        """Starts compiling the kernel for a GPU, and its other form, for lengths that do or do not fill the last block: the first of these
-        would wait for it. Returns whether it does, which it does once for a kind."""
+        """Compiles this kernel and its other ``even`` variant in the background; True if this call began it.
+
+        The other variant is for lengths that do not fill the last block, or for those that do; the first of them would wait for it.
+        """
         form, lists = self.options["FORM"], self.options["lists"]
         if (self.kind, form) in _compilations or self.device.type != "cuda" or not self.programs:
             return False
@@ -279,19 +313,21 @@ class _Launch(NamedTuple):
         if not (launch.knows_triton() and hasattr(self.kernel, "params")):
             return False
         # dtypes in place of tensors, which would live as long as the compilation
-        arguments, of_lists = ([x.dtype if isinstance(x, Tensor) else x for x in given] for given in (self.arguments, lists))
-        options = self.options | {"lists": type(lists)(*map(MockTensor.wrap_dtype, of_lists))}
-        for some in (form, form._replace(even=not form.even)):
-            _compilations[self.kind, some] = launch.submit(self.kernel, arguments, options | {"FORM": some}, self.device.index or 0)
+        arguments, list_types = ([x.dtype if isinstance(x, Tensor) else x for x in given] for given in (self.arguments, lists))
+        options = self.options | {"lists": type(lists)(*map(MockTensor.wrap_dtype, list_types))}
+        for variant in (form, form._replace(even=not form.even)):
+            compilation = launch.submit(self.kernel, arguments, options | {"FORM": variant}, self.device.index or 0)
+            _compilations[self.kind, variant] = compilation
         return True
 
     def __call__(self) -> None:
+        """Runs the kernel, once it is compiled."""
         if not self.programs:
             return
         self.start()
         key = self.kind, self.options["FORM"]
         if (compilation := _compilations.get(key)) is not None:
-            # waits; after an error the launch compiles again and raises its own
+            # waits for the compilation; after an error in it the launch compiles again, and raises the error itself
             compilation.exception()
             _compilations[key] = None
         with on_device(self.device):
@@ -308,7 +344,7 @@ def _padding_of(options: Options, lists: BlockLists, batch: int) -> Tensor:
 
 
 def _sizes_of(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Returns the kernels' arguments from ``num_batches`` to ``part_rows``."""
+    """Returns the kernels' arguments num_batches, num_heads, group, q_first, q_last, num_queries, num_keys and part_rows."""
     (B, Nq, H, _), (_, Nk, K, _) = q.shape, k.shape
     return B, H, H // K, 0, Nq, Nq, Nk, 0
 
@@ -316,24 +352,36 @@ def _sizes_of(q: Tensor, k: Tensor) -> tuple[int, ...]:
 def _launch(
     which: str, kernel: Any, q: Tensor, k: Tensor, options: Options, lists: BlockLists, arguments: tuple[Any, ...], **flags: bool
 ) -> _Launch:
+    """Builds the launch of a kernel over lists of key blocks ("forward", "query") or of query blocks ("key").
+
+    Args:
+        arguments: the kernel's, up to its constants.
+        flags: constants that only this kernel has.
+    """
     from dilated_attention.backends.tiles.rows import Form, Lists
 
     (B, _, H, D), group, is_padded = q.shape, q.shape[2] // k.shape[2], options.mask.padding is not None
     if which == "key":
         starts, others, masks = lists.by_column
-        blocks, visited, num_lists, heads = (lists.k_block, lists.q_block), lists.num_queries, lists.num_columns, H // group
-        places, heavy = order_of(lists, group if lists.num_heads > 1 else 1)
+        tile_block, visited_block, num_visited = lists.k_block, lists.q_block, lists.num_queries
+        num_lists, heads = lists.num_columns, H // group
+        order, heavy = order_of(lists, group if lists.num_heads > 1 else 1)
     else:
         starts, others, masks = lists.row_starts, lists.columns, lists.masks
-        blocks, visited, num_lists, heads = (lists.q_block, lists.k_block), lists.num_keys, lists.num_rows, H
-        places, heavy = order_of(lists)
-    size = sizes(which, D, q.dtype, blocks[0], q.device, lists=True)
-    parts = blocks[0] // size.rows
+        tile_block, visited_block, num_visited = lists.q_block, lists.k_block, lists.num_keys
+        num_lists, heads = lists.num_rows, H
+        order, heavy = order_of(lists)
+    size = sizes(which, D, q.dtype, tile_block, q.device, lists=True)
+    parts = tile_block // size.rows
+    # starts, in place of tensors that the kernel does not read
     low, high = lists.interval or (starts, starts)
-    data = Lists(starts, others, starts if masks is None else masks, lists.bits, low, high, places, heavy)
+    data = Lists(starts, others, starts if masks is None else masks, lists.bits, low, high, order, heavy)
     D0, D1 = head_blocks(D)
-    own = lists.num_batch > 1, lists.num_heads > 1
-    form = Form(*blocks, _MASK_KINDS[lists.mask_kind], visited % blocks[1] == 0, *own, options.scale < 0)
+    form = Form(
+        tile_block, visited_block, masks=_MASK_KINDS[lists.mask_kind], even=num_visited % visited_block == 0,
+        per_batch=lists.num_batch > 1, per_head=lists.num_heads > 1, negative=options.scale < 0,
+    )  # fmt: skip
+    # ieee: float32 products are exact here, whatever torch allows, and ``sizes`` are those for exact products
     constants = {
         "D": D, "D0": D0, "D1": D1, "ROWS": size.rows, "PARTS": parts, "BLOCK": size.block, "STAGES": size.stages, "PRECISION": "ieee",
         "LEFT": False, "RIGHT": False, "CUT": False, "PADDING": is_padded, "DROPOUT": False, "BIAS": False, "lists": data, "FORM": form,
