@@ -70,7 +70,7 @@ class Session:
     ``entries``: the last calls by number, from 1: checksum of it and all before, name, such as "call 3", and arguments.
     ``equal``: ``count`` when all ranks were last known to have made the same calls. ``compares``: whether the store answers.
     ``agreed``: of each kind of call that the ranks have agreed on the number of the handshake, and the arguments. They make the same
-    calls, so they forget at the same one.
+    calls, so they forget at the same one. ``calls``: of each call of such a kind its length, number and arguments.
     ``wires``: what the ranks exchange by, by type of device."""
 
     def __init__(self, members: Members, group: dist.ProcessGroup, timeout: float) -> None:
@@ -82,6 +82,7 @@ class Session:
         self.handshakes = self.count = self.forwards = self.checksum = self.equal = 0
         self.entries: dict[int, tuple[int, str, Mapping[str, str]]] = {0: (0, "", {})}
         self.agreed: dict[object, Any] = {}
+        self.calls: dict[object, Any] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
         if default is _parents_store:
@@ -176,6 +177,7 @@ class Session:
     def remember(self, kind: object, agreement: tuple[int, Mapping[str, str]]) -> None:
         if len(self.agreed) >= MOST_KINDS:
             self.agreed.clear()
+            self.calls.clear()
         self.agreed[kind] = agreement
 
     def check(self) -> None:
