@@ -181,7 +181,8 @@ class _Blocks:
     def __init__(self, x: Tensor, block: int) -> None:
         B, N, self.heads, self.dim = x.shape
         self.count = -(-N // block)
-        x = F.pad(x.transpose(1, 2), (0, 0, 0, -N % block)) if N % block else x.transpose(1, 2).contiguous()
+        # padding alone may keep another order of dimensions in memory
+        x = F.pad(x.transpose(1, 2), (0, 0, 0, -N % block)).contiguous()
         self.flat = x.view(B * self.heads * self.count, block * self.dim)
         # one buffer serves all pieces: on the CPU fresh pages take a third of the time of a gather
         self.scratch = self.flat.new_empty((0, self.flat.shape[1]))

@@ -100,5 +100,6 @@ class Plan:
         """Returns what ``make`` returned the first time for this key."""
         made = self.made.get(key)
         if made is None:
-            made = self.made[key] = make()
+            # a thread that was first may have launches of what it made
+            made = self.made.setdefault(key, make())
         return made  # type: ignore[no-any-return]

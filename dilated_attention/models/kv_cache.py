@@ -181,11 +181,16 @@ class KVCache:
                 self._make_room(request, num_tokens)
             begun = CachePass(self, num_tokens, lengths[0])
         self._open.update(chosen)
-        yield begun
+        try:
+            yield begun
+        finally:
+            begun.is_over = True
+        # those that were freed meanwhile do not grow, nor by a step those that were finished
+        grown = [i for i in chosen if i in self._open and (begun.start is not None or self.active[i])]
         self._open.difference_update(chosen)
-        self.advance(chosen, num_tokens)
+        self.advance(grown, num_tokens)
         if begun.start is not None:
-            for request in chosen:
+            for request in grown:
                 self.release(request)
 
     def prepare_step(self) -> int:
@@ -340,7 +345,7 @@ class CachePass:
     """
 
     def __init__(self, cache: KVCache, count: int, start: int | None) -> None:
-        self.cache, self.count, self.start = cache, count, start
+        self.cache, self.count, self.start, self.is_over = cache, count, start, False
         self._rotation: Any = None
         if start is not None:
             self.requests, self.positions = cache._chosen, self._range(start, start + count)
@@ -372,7 +377,11 @@ class CachePass:
     ) -> torch.Tensor:
         """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache. ``tables``: those of
         ``rotation``, with which queries and keys still have to be rotated, or None; ``attention``: the layer's module, for chunks."""
-        cache, (q, k, v) = self.cache, autocast(q, k, v)
+        cache, expected = self.cache, (len(self.requests), self.count)
+        if self.is_over or tuple(k.shape[:2]) != expected:
+            which = "has ended" if self.is_over else f"was begun for {expected}"
+            raise ValueError(f"x has (batch, positions) {tuple(k.shape[:2])} and this pass {which}; begin one for these")
+        q, k, v = autocast(q, k, v)
         if (k.dtype, k.device) != (cache.dtype, cache.device):
             raise ValueError(
                 f"the cache holds {cache.dtype} on {cache.device} and keys are {k.dtype} on {k.device}; "

@@ -108,7 +108,7 @@ class LongNetLM(Pretrained):
         targets: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         seq_len: int | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | CachePass | None = None,
         **options: Unpack[PaddingOptions],
     ) -> torch.Tensor:
         """Computes the logits, or the loss if ``targets`` are given.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -217,8 +217,14 @@ class LongNetStack(nn.Module):
         x = x if self.norm is None else self.norm(x)
         return (x, states) if all_layers else x
 
-    def reading(self, cache: KVCache, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> AbstractContextManager[CachePass]:
-        """A pass of a cache over new positions x (B, n, …), around all steps that can fail: see ``KVCache.reading``."""
+    def reading(
+        self, cache: KVCache | CachePass, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> AbstractContextManager[CachePass]:
+        """A pass of a cache over new positions x (B, n, …), around all steps that can fail: see ``KVCache.reading``. A pass that goes on
+        is used as it is, and not ended."""
+        if isinstance(cache, CachePass):
+            self._check_cache(cache.cache, cu_seqlens)
+            return nullcontext(cache)
         self._check_cache(cache, cu_seqlens)
         return cache.reading(x.shape[0], x.shape[1])
 

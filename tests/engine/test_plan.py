@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dilated_attention import DilatedPattern
 from dilated_attention.backends import Options, detect, registry
 from dilated_attention.engine.branches.launches import Rows, launches_of, problems_at_once
 from dilated_attention.engine.branches.problems import Problem, Shape, problems_of
+from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
 from dilated_attention.factory import EXAMPLES
 from dilated_attention.testing import Space, inputs, random_case
@@ -141,3 +143,20 @@ def test_a_decision_is_that_of_calls_of_one_kind(padding_first: bool) -> None:
 
     names = {has_padding: chosen(has_padding) for has_padding in (padding_first, not padding_first)}
     assert registry.get(names[True]).capabilities.key_mask and not registry.get(names[False]).capabilities.key_mask
+
+
+def test_a_gradient_summed_in_float32_is_not_rounded_before_that_of_lse_is_added() -> None:
+    """As backends without a gradient of lse return it for key heads that query heads share."""
+    q, k = (torch.zeros(2, 3, heads, 4, dtype=torch.bfloat16) for heads in (2, 1))
+    lse = torch.zeros(2, 2, 3)
+    share = torch.full(k.shape, 1 + 2**-12)
+
+    class Summing:
+        capabilities = replace(CAPABILITIES, lse_grad=False)
+
+        def backward(self, dout: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+            return torch.zeros_like(dout), share, share
+
+    summing: Any = Summing()
+    _, dk, _ = shares(summing, (q, q, k, k, q, lse), Options(scale=1.0), lse)
+    assert torch.equal(dk, 2 * share)

@@ -176,6 +176,7 @@ READING: dict[str, tuple[Any, tuple[bool, bool]]] = {
     "both in an index": (lambda b, h, i, j: torch.ones(2, 3).bool()[b, h], (True, True)),
     "a condition": (lambda b, h, i, j: torch.where(b == 0, i >= j, i <= j), (True, False)),
     "into another index": (lambda b, h, i, j: i.add_(h) >= j, (False, True)),
+    "its bytes": (lambda b, h, i, j: h.view(torch.bool), (False, True)),
     "out of torch": (lambda b, h, i, j: i - j <= int(h), (True, True)),
     "an error": (lambda b, h, i, j: torch.zeros(0)[h] > 0, (True, True)),
 }

@@ -216,10 +216,29 @@ def test_lengths_grow_at_the_end_of_a_pass_beside_which_there_is_no_other() -> N
     with cache.reading(2, 6) as chunk:
         with pytest.raises(RuntimeError, match="has not ended"):
             lm(tokens[:, :3], cache=cache)
+        with pytest.raises(ValueError, match=r"x has \(batch, positions\) \(2, 1\) and this pass was begun for \(2, 6\); begin one"):
+            lm(tokens[:, :1], cache=chunk)
         close(lm.hidden(tokens[:, :6], cache=chunk), full[:, :6])
         assert cache.lengths == [0, 0]
     assert cache.lengths == [6, 6]
+    with pytest.raises(ValueError, match=r"x has \(batch, positions\) \(2, 6\) and this pass has ended; begin one"):
+        lm.hidden(tokens[:, 6:12], cache=chunk)
     close(lm.hidden(tokens[:, 6:20], cache=cache), full[:, 6:20])
+
+
+def test_what_is_freed_or_finished_during_a_pass_does_not_grow() -> None:
+    lm = frozen("window")
+    tokens, cache = tokens_of(3, 8), KVCache(lm.config, 3, 60)
+    prefill(lm, tokens[:, :7], cache)
+    with cache.reading(3, 1) as step:
+        lm(tokens[:, 7:], cache=step)
+        cache.finish(0)
+        cache.free(2)
+    assert (cache.lengths, cache.active) == ([7, 8, 0], [False, True, False])
+    with cache.of(2).reading(1, 4) as chunk:
+        lm(tokens[2:, :4], cache=chunk)
+        cache.free(2)
+    assert (cache.lengths, cache.active) == ([7, 8, 0], [False, True, False])
 
 
 TOKENS = torch.ones(2, 4, dtype=torch.int64)

@@ -360,6 +360,8 @@ def _launch(
     """
     from dilated_attention.backends.tiles.rows import Form, Lists
 
+    assert (q.shape[1], k.shape[1]) == (lists.num_queries, lists.num_keys), "the lists are those of other lengths"
+    assert lists.num_batch in (1, len(q)) and lists.num_heads in (1, q.shape[2]) and (q.stride(3) == k.stride(3) == 1 or q.shape[3] == 1)
     (B, _, H, D), group, is_padded = q.shape, q.shape[2] // k.shape[2], options.mask.padding is not None
     if which == "key":
         starts, others, masks = lists.by_column

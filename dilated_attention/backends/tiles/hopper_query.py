@@ -1,8 +1,8 @@
 """dq and δ over a table of tiles on Hopper: ``query_kernel`` of ``tiles/backward.py`` with the same arguments and formulas. It
 has no padding, dropout or bias (``run.py``) and does not read their arguments.
 
-It is built like ``key_kernel.py``. Tried on an H200 and not adopted, with the change in time: three warpgroups of 64 queries (−3 to +4 %),
-queries and dout in registers (−3 to −5 %; ``key_kernel.py`` says why not), warpgroups that take turns (0 %), a program for each row of the
+It is built like ``hopper_key.py``. Tried on an H200 and not adopted, with the change in time: three warpgroups of 64 queries (−3 to +4 %),
+queries and dout in registers (−3 to −5 %; ``hopper_key.py`` says why not), warpgroups that take turns (0 %), a program for each row of the
 table (+3 to +20 %).
 """
 

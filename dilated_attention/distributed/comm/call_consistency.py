@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, registry
+from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.session import argument_differences, session_of
 from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
+
+# calls that a rank remembers, such as those of a step's layers
+_MOST_CALLS = 64
 
 
 def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float) -> list[Any]:
@@ -98,6 +101,11 @@ def agreed_call(
         return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
     session, asks = session_of(members, ring.timeout), ring.seq_len < 0
     session.raise_if_failed()
+    sizes = q.shape, k.shape[2], q.dtype, q.device.type, padding is None
+    # a rank remembers what it has agreed on with all others, who need not remember the same calls
+    own = settings, sizes, bounds
+    if (made := session.calls.get(own)) is not None:
+        return made[0], session.enter_forward(*made[1:])
     lives = live_pattern is not None
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
     # not its name, which may be given again
@@ -108,9 +116,8 @@ def agreed_call(
         sharding=("dealt" if is_dealt(ring.layout) else ring.layout, ring.exchange, ring.lse_grad, ring.head_steps),
         blocks="" if lives else settings.blocks,
     )
-    sizes = q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device.type, padding is None, bounds is None
     # which blocks a function keeps may differ at each length
-    kind = alike, sizes, live_pattern, ring.seq_len if lives else 0
+    kind = alike, q.shape[0], q.shape[2:], sizes[1:], bounds is None, live_pattern, ring.seq_len if lives else 0
     known = None if asks and lives else session.agreed.get(kind)
     number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
     arguments = arguments | {"layout": short_name(ring.layout), "seq_len": "None" if asks else str(ring.seq_len)}
@@ -124,19 +131,23 @@ def agreed_call(
             "cut it by shard_sequence with the same layout and seq_len"
         )
     if known is None:
-        unavailable, has = None, {"kernels": "available"}
+        unavailable: Exception | None = None
+        has = {"kernels": "available"}
         try:
             if digest := check_kernels(seq_len):
                 has["pattern (the blocks that its function keeps)"] = digest
-        except BackendUnavailable as error:
-            # raising here would leave the other ranks waiting
-            unavailable, has = error, {"kernels": f"unavailable: {str(error).splitlines()[0]}"}
+        except Exception as error:  # noqa: BLE001  raising here would leave the other ranks waiting
+            unavailable, has = error, {"kernels": f"unavailable: {(str(error).splitlines() or [type(error).__name__])[0]}"}
         agree(members, {"function": arguments["function"], **has}, None, ring.timeout)
         if unavailable is not None:
             raise unavailable
         session.remember(kind, (number, arguments))
     # a number of the kind and the length, which the tags of messages contain
     number = zlib.crc32(f"{number} {seq_len} {ring.layout} {hash(bounds or ())}".encode())
+    if not asks and not lives:
+        if len(session.calls) >= _MOST_CALLS:
+            session.calls.clear()
+        session.calls[own] = seq_len, number, arguments
     return seq_len, session.enter_forward(number, arguments)
 
 

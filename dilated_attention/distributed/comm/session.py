@@ -86,6 +86,7 @@ class Session:
         compares: whether the store answers.
         agreed: of each kind of call that the ranks have agreed on: (``handshakes`` at it, arguments). All ranks make the same calls, so
             they forget kinds at the same one.
+        calls: of each call of these kinds that this rank has made: (N, number of kind and length, arguments).
         wires: what the ranks exchange by, by type of device.
     """
 
@@ -98,6 +99,7 @@ class Session:
         self.handshakes = self.count = self.forwards = self.checksum = self.count_when_equal = 0
         self.entries: dict[int, tuple[int, str, Mapping[str, str]]] = {0: (0, "", {})}
         self.agreed: dict[object, Any] = {}
+        self.calls: dict[object, Any] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
         if default is _parents_store:
@@ -198,6 +200,7 @@ class Session:
     def remember(self, kind: object, agreement: tuple[int, Mapping[str, str]]) -> None:
         if len(self.agreed) >= MOST_KINDS:
             self.agreed.clear()
+            self.calls.clear()
         self.agreed[kind] = agreement
 
     def raise_if_failed(self) -> None:

@@ -189,9 +189,10 @@ def shares(backend: Backend, tensors: Tensors, options: Options, dlse: Tensor | 
         values[..., 1] = -dlse_PLG - values[..., 0].to(dlse.dtype)
     no_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
     more_dq, more_dk, _ = backend.backward(ones, q, k, no_v, values, lse, replace(options, dropout=None), keys)
-    # lists are long: their shares are summed once more
-    acc = dq.dtype if keys is None else accumulation_dtype(q.dtype)
-    return dq.to(acc) + more_dq, dk.to(acc) + more_dk, dv
+    if keys is not None:
+        # lists are long: their shares are summed once more
+        dq, dk = (x.to(accumulation_dtype(q.dtype)) for x in (dq, dk))
+    return dq + more_dq, dk + more_dk, dv
 
 
 def terms(plan: Plan) -> Terms:

@@ -255,7 +255,7 @@ def rotate_and_append(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cached
 
 
 def decode(q: Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: int | None = None) -> tuple[Tensor, Tensor]:
-    """Same as ``engine.decode.row.decode``, without a host synchronization.
+    """Same as ``engine.decode.dispatch.torch_decode``, without a host synchronization.
 
     Args:
         num_splits: number of programs that share a row; None for as many as keep the GPU busy.

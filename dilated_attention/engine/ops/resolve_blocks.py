@@ -196,7 +196,8 @@ def _options_of(options: Options, entries: slice) -> Options:
 
 def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
     """Returns x with ``front`` rows of ``value`` inserted before it along ``dim``."""
-    return torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim), front, 0), value=value) if front else x
+    # padding alone may keep another order of dimensions in memory
+    return torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim), front, 0), value=value).contiguous() if front else x
 
 
 class _Piece(NamedTuple):

@@ -12,6 +12,7 @@ almost all rows move.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -77,10 +78,11 @@ def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
     return found
 
 
-def holdings(bounds: Sequence[int], size: int, layout: str) -> tuple[list[ShardSpec], list[ShardSpec]]:
+@functools.lru_cache(maxsize=16)
+def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[ShardSpec], list[ShardSpec]]:
     """Returns which positions of the sequence with class tokens each process holds: before rows move, when the first process holds all
     class tokens above its tiles, and after. Slide i has the tiles [bounds[i], bounds[i + 1])."""
-    bounds, before = [int(bound) for bound in bounds], []
+    before = []
     for rank in range(size):
         held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
         for span in spans(bounds[-1], rank, size, layout):
@@ -108,7 +110,7 @@ def insert_class_tokens(x: torch.Tensor, token: torch.Tensor, bounds: Sequence[i
 def move_rows(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, timeout: float, inverse: bool) -> torch.Tensor:
     """Moves rows (B, n, E) to the processes that hold them after, see ``holdings``; ``inverse``: back, which is the derivative."""
     members = members_named(group_name)
-    old, new = holdings(bounds, members.size, layout)
+    old, new = holdings(tuple(map(int, bounds)), members.size, layout)
     if inverse:
         old, new = new, old
     expected = old[members.rank].rows
@@ -121,7 +123,7 @@ def move_rows(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: s
 @move_rows.register_fake
 def _(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, timeout: float, inverse: bool) -> torch.Tensor:
     rank, size = place_in(group_name)
-    return x.new_empty(x.shape[0], holdings(bounds, size, layout)[not inverse][rank].rows, x.shape[2])
+    return x.new_empty(x.shape[0], holdings(tuple(map(int, bounds)), size, layout)[not inverse][rank].rows, x.shape[2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -265,7 +265,8 @@ def reads_of(fn: MaskMod) -> tuple[bool, bool]:
         arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
         try:
             with _Reads(arguments) as reads:
-                fn(*arguments)
+                result = fn(*arguments)
+            reads.bits |= reads.of(result)
             return bool(reads.bits & 1), bool(reads.bits & 2)
         except Exception:  # noqa: BLE001  whatever a user's function raises
             continue
