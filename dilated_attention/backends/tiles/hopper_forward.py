@@ -1,7 +1,11 @@
-"""The forward over a table of tiles on Hopper: the kernel of ``tiles/forward.py`` with the same arguments, a producer and two consumers.
+"""The forward over a table of tiles on Hopper: computes what ``tiles/forward.py`` computes, with a producer and two consumers.
 
-A consumer is a warpgroup with 64 queries. It starts the scores of the next block of keys together with p·v of the last one, and computes
-the exponentials while p·v runs.
+A program takes tiles of 128 queries of one head, one after another. The producer copies a tile's queries, then its keys and values block by
+block into a ring of stages. Each consumer is a warpgroup with 64 of the queries. It starts the scores of the next block of keys together
+with p·v of the last one, and computes the exponentials while p·v runs.
+
+The kernel has the arguments of the one in ``tiles/forward.py`` and the number of tiles. It has no padding, dropout or bias (``run.py``) and
+does not read their arguments. ``scale`` includes log2(e), so exponentials and maxima are in base 2.
 """
 
 # mypy does not know the types of kernels
@@ -32,8 +36,11 @@ from dilated_attention.backends.tiles.rows import LN_2, VARYING
 
 
 @gluon.jit
-def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.constexpr, FLAGS: gl.constexpr):
-    """The producer: loads the queries of each tile, then blocks of keys and values."""
+def _produce(inputs, strides, shape, bounds, buffers, signals, total_tiles, D: gl.constexpr, FLAGS: gl.constexpr):
+    """The producer: loads the queries of each tile, then blocks of keys and values.
+
+    ``signals`` are barriers. *full* ones open when the producer's copies are complete, *empty* ones when both consumers have read them.
+    """
     q_ptr, k_ptr, v_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h = strides
     q_smem, k_smem, v_smem = buffers
@@ -43,10 +50,11 @@ def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.cons
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
     stage = 0
+    # all buffers are empty at first, so that the first waits pass
     phase = 1
     tile_phase = 1
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, _branch, rate, first, count, i0, high, row, begin, steps, _part, _places = query_row(
+    for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
+        batch, head, _branch, rate, first, count, i0, high, row, begin, steps, _place, _num_places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         mbarrier.wait(tile_empty, tile_phase)
@@ -77,15 +85,18 @@ def _produce(inputs, strides, shape, bounds, buffers, signals, total, D: gl.cons
 
 
 @gluon.jit
-def _weights(s, a, i0, count, bounds, scale, m, total, FLAGS: gl.constexpr):
-    """Computes one step of the online softmax for keys [a, a + BLOCK): (weights, factor of the previous sums, row maximum, row sum)."""
-    s = hide(s, a, i0, count, bounds, -float("inf"), FLAGS)
-    highest = gl.maximum(m, gl.max(s, 1) * scale)
-    # a row that has seen no key yet
-    shift = gl.where(highest == -float("inf"), 0.0, highest)
+def _softmax_step(s, first_key, i0, count, bounds, scale, row_max, row_sum, FLAGS: gl.constexpr):
+    """Adds keys [first_key, first_key + BLOCK) to the online softmax of 64 queries from i0 on.
+
+    Returns (weights p, factor alpha of what was summed before, new row maximum, new row sum).
+    """
+    s = hide(s, first_key, i0, count, bounds, -float("inf"), FLAGS)
+    new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
+    # in a row that has seen no key yet, −inf − (−inf) would be NaN
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     p = exp2(s * scale - gl.expand_dims(shift, 1))
-    alpha = exp2(m - shift)
-    return p, alpha, highest, total * alpha + gl.sum(p, 1)
+    alpha = exp2(row_max - shift)
+    return p, alpha, new_max, row_sum * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -94,7 +105,10 @@ def _consume(
     buffers, signals, total_tiles, num_queries, part_rows, direct, scale,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup PART: computes 64 queries."""
+    """Consumer warpgroup PART: computes 64 queries of each tile.
+
+    Results of branch ``direct`` go into out and lse. Those of the other branches go into parts and part_lse, from ``place`` on.
+    """
     rows_ptr, offsets_ptr = inputs
     out_ptr, lse_ptr, parts_ptr, part_lse_ptr = outputs
     o_b, o_n, o_h = strides
@@ -115,72 +129,72 @@ def _consume(
     phase = 0
     tile_phase = 0
     for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
-        batch, head, branch, rate, _first, count, i0, high, row, begin, steps, part, places = query_row(
+        batch, head, branch, rate, _first, count, i0, high, row, begin, steps, place, num_places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         i0 += PART * 64
         row += PART * 64 * rate
-        part += PART * 64
+        place += PART * 64
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
         fence_async_shared()
         q0, q1 = halves(q_smem.index(PART), D0, D1)
-        a = begin
+        first_key = begin
         mbarrier.wait(k_full.index(stage), phase)
         fence_async_shared()
         s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
         o = gl.zeros([64, COLUMNS], gl.float32, o_layout)
-        m = gl.full([64], -float("inf"), gl.float32, by_row)
-        total = gl.zeros([64], gl.float32, by_row)
+        row_max = gl.full([64], -float("inf"), gl.float32, by_row)
+        row_sum = gl.zeros([64], gl.float32, by_row)
         s = warpgroup_mma_wait(0, deps=(s_running,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        p, alpha, m, total = _weights(s, a, i0, count, bounds, scale, m, total, FLAGS)
+        p, alpha, row_max, row_sum = _softmax_step(s, first_key, i0, count, bounds, scale, row_max, row_sum, FLAGS)
         weights = gl.convert_layout(p.to(dtype), p_layout)
-        last = stage
+        last_stage = stage
         last_phase = phase
         stage, phase = following(stage, phase, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=steps > 1)
         for t in range(1, steps):
-            a += BLOCK
+            first_key += BLOCK
             fence_async_shared()
             s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
-            mbarrier.wait(v_full.index(last), last_phase)
+            mbarrier.wait(v_full.index(last_stage), last_phase)
             fence_async_shared()
-            o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
+            o_running = warpgroup_mma(weights, v_smem.index(last_stage), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_running,))
             mbarrier.arrive(k_empty.index(stage), count=1)
-            p, alpha, m, total = _weights(s, a, i0, count, bounds, scale, m, total, FLAGS)
-            now = stage
-            now_phase = phase
+            p, alpha, row_max, row_sum = _softmax_step(s, first_key, i0, count, bounds, scale, row_max, row_sum, FLAGS)
+            this_stage = stage
+            this_phase = phase
             stage, phase = following(stage, phase, STAGES)
-            # The branch of this wait, and passing the weights through the next wait, keep ptxas from sinking the softmax below that wait.
+            # This wait's branch keeps ptxas from moving the softmax below the next wait. So does passing p through the next wait.
             mbarrier.wait(k_full.index(stage), phase, pred=t + 1 < steps)
             o, p, weights = warpgroup_mma_wait(0, deps=(o_running, p, weights))
-            mbarrier.arrive(v_empty.index(last), count=1)
+            mbarrier.arrive(v_empty.index(last_stage), count=1)
             o = o * gl.expand_dims(gl.convert_layout(alpha, o_row), 1)
             weights = gl.convert_layout(p.to(dtype), p_layout)
-            last = now
-            last_phase = now_phase
+            last_stage = this_stage
+            last_phase = this_phase
         mbarrier.arrive(tile_empty, count=1)
-        mbarrier.wait(v_full.index(last), last_phase)
+        mbarrier.wait(v_full.index(last_stage), last_phase)
         fence_async_shared()
-        o_running = warpgroup_mma(weights, v_smem.index(last), o, is_async=True)
+        o_running = warpgroup_mma(weights, v_smem.index(last_stage), o, is_async=True)
         if FLAGS.ZERO_KEYS:
-            # keys of score 0 and value 0
-            num_zeros = (places - count).to(gl.float32)
-            higher = gl.where(num_zeros > 0, gl.maximum(m, 0.0), m)
-            alpha = gl.where(higher == -float("inf"), 0.0, exp2(m - gl.where(higher == -float("inf"), 0.0, higher)))
-            total = total * alpha + gl.where(num_zeros > 0, num_zeros * exp2(-higher), 0.0)
-            m = higher
-        empty = total == 0
-        share = 1 / gl.where(empty, 1.0, total)
+            # keys of score 0 and value 0, in place of the positions that the segment lacks; they add to the row sum, not to o
+            num_zeros = (num_places - count).to(gl.float32)
+            new_max = gl.where(num_zeros > 0, gl.maximum(row_max, 0.0), row_max)
+            alpha = gl.where(new_max == -float("inf"), 0.0, exp2(row_max - gl.where(new_max == -float("inf"), 0.0, new_max)))
+            row_sum = row_sum * alpha + gl.where(num_zeros > 0, num_zeros * exp2(-new_max), 0.0)
+            row_max = new_max
+        empty = row_sum == 0
+        inverse = 1 / gl.where(empty, 1.0, row_sum)
         if FLAGS.ZERO_KEYS:
-            share = share * alpha
-        row_lse = gl.where(empty, -float("inf"), (m + gl.log2(gl.where(empty, 1.0, total))) * LN_2)
+            inverse = inverse * alpha
+        row_lse = gl.where(empty, -float("inf"), (row_max + gl.log2(gl.where(empty, 1.0, row_sum))) * LN_2)
         head_row = batch * num_heads + head
-        out_base = parts_ptr + (head_row * part_rows + part) * D
+        out_base = parts_ptr + (head_row * part_rows + place) * D
         out_step = rate * 0 + D
-        lse_base = part_lse_ptr + head_row * part_rows + part
+        lse_base = part_lse_ptr + head_row * part_rows + place
         if branch == direct:
             out_base = out_ptr + batch * o_b + head.to(gl.int64) * o_h + row * o_n
             out_step = rate * o_n
@@ -188,8 +202,8 @@ def _consume(
         local = gl.arange(0, 64, layout=by_row)
         gl.store(lse_base + local, row_lse, mask=local < high - i0)
         o = warpgroup_mma_wait(0, deps=(o_running,))
-        mbarrier.arrive(v_empty.index(last), count=1)
-        store_tile(out_base, out_step, high - i0, o * gl.expand_dims(gl.convert_layout(share, o_row), 1), D)
+        mbarrier.arrive(v_empty.index(last_stage), count=1)
+        store_tile(out_base, out_step, high - i0, o * gl.expand_dims(gl.convert_layout(inverse, o_row), 1), D)
 
 
 @gluon.jit(do_not_specialize=[*VARYING, "total"])
@@ -201,7 +215,7 @@ def forward_kernel(
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Computes 64 queries per warpgroup."""
+    """Computes out and lse of ``total`` tiles, of 64 queries per consumer."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, COLUMNS], tile_layout)
@@ -230,6 +244,7 @@ def forward_kernel(
                        num_queries, part_rows, direct, scale, D, D0, D1)),
             (_produce, (inputs, strides, shape, bounds, buffers, signals, total, D, FLAGS)),
         ],
+        # warps, and registers of a thread, of the second consumer and of the producer
         [4, 4],
         [224, 56],
     )  # fmt: skip
