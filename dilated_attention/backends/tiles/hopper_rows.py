@@ -1,7 +1,9 @@
-"""What the Hopper kernels over a table share: the row of a program, copies of strided rows into shared memory, products, stores.
+"""What the Hopper kernels over a table share: reading a row of the table, copies of strided rows into shared memory, products, stores.
 
-A program has one producer of four warps, which fills a ring of shared-memory stages with cp.async, and consumer warpgroups with 64 rows
-each, which multiply with wgmma. Rows that are not valid and columns beyond the head dim are filled with zeros.
+A program has a producer of four warps and two consumer warpgroups. The producer fills a ring of shared-memory stages with cp.async. Each
+consumer multiplies 64 rows with wgmma. Rows that do not exist and columns beyond the head dim are filled with zeros.
+
+In copies and stores ``left`` is how many rows still exist; in ``bounds`` it is how far a window reaches to the left.
 """
 
 # mypy does not know the types of kernels
@@ -17,15 +19,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from dilated_attention.backends.tiles.rows import read_segment
 
-# threads of the producer; each arrives at a stage's barrier when its copies are complete
+# threads of the producer; each arrives at a buffer's barrier when its copies are complete
 COPIERS = gl.constexpr(128)
-# consumer warpgroups, and rows of a program
+# consumer warpgroups of a program, and the rows of a tile: 64 for each of them
 GROUPS, ROWS = gl.constexpr(2), gl.constexpr(128)
 _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
 class Flags(NamedTuple):
-    """The compile-time options of a call. Not every kernel has all of them."""
+    """The compile-time options of a launch. A kernel reads those that it has.
+
+    Args:
+        LEFT, RIGHT: the window has these bounds (causal: right = 0).
+        CUT: some positions have no query or no key.
+        ZERO_KEYS: positions that a segment lacks count as keys of score 0 and value 0 (forward).
+        OWN: each branch has its own output, at its places (query).
+        DLSE: there is a gradient of lse (query).
+        SHARED: the query heads of a key head read the same keys, so a program adds up their gradients (key).
+        PADDING, DROPOUT: keys are padded; pairs are dropped (key).
+    """
 
     LEFT: bool
     RIGHT: bool
@@ -40,13 +52,13 @@ class Flags(NamedTuple):
 
 @gluon.jit
 def exp2(x):
-    # this instruction flushes denormals; gl.exp2 spends three more instructions to keep them
+    # flushes denormals: gl.exp2 spends three more instructions to keep them
     return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Returns COUNT barriers that open after ARRIVALS arrivals."""
+    """Makes COUNT barriers, each of which completes a phase after ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -55,7 +67,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def following(stage, phase, STAGES: gl.constexpr):
-    """Returns the next stage of a ring, and its phase."""
+    """Returns the next stage of a ring, and the phase to wait for there: it flips with every round."""
     stage += 1
     if stage == STAGES:
         stage = 0
@@ -65,13 +77,13 @@ def following(stage, phase, STAGES: gl.constexpr):
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """Returns the layout of a product with 64 rows of one warpgroup."""
+    """Returns the layout of a wgmma product of 64 rows, which one warpgroup computes."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def halves(tile, D0: gl.constexpr, D1: gl.constexpr):
-    """Returns the two blocks of a tile's columns; twice the first one if there is no second."""
+    """Returns the blocks D0 and D1 of a tile's columns; twice the first one if D1 is 0."""
     first = tile.slice(0, D0, dim=1)
     second = first
     if D1 > 0:
@@ -105,13 +117,13 @@ def hide(x, a, i0, count, bounds, FILL: gl.constexpr, FLAGS: gl.constexpr):
 
 @gluon.constexpr_function
 def copy_layout(columns):
-    """Returns the layout of copies: 16 bytes per thread, with whole rows copied by neighbouring threads."""
+    """Returns the layout of copies: a thread copies 16 bytes, neighbouring threads a whole row."""
     return gl.BlockedLayout([1, 8], [32 // (columns // 8), columns // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def copy_offsets(step, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Returns the offsets of the elements of ROWS rows that are ``step`` apart, in 32 bits, which saves registers."""
+    """Returns the offsets of the elements of ROWS rows that are ``step`` elements apart. 32 bits save registers."""
     layout: gl.constexpr = copy_layout(COLUMNS)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
@@ -121,22 +133,22 @@ def copy_offsets(step, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def copy_rows(smem, base, offsets, left, D: gl.constexpr):
     """Starts the copy of a tile's first ``left`` rows; the others become 0."""
-    ROWS: gl.constexpr = smem.shape[0]
+    NUM_ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = copy_layout(COLUMNS)
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(1, layout))
     mask = gl.expand_dims(rows < left, 1)
     if COLUMNS > D:
         columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         mask = mask & gl.expand_dims(columns < D, 0)
     else:
-        mask = mask & gl.full([ROWS, COLUMNS], True, gl.int1, layout)
+        mask = mask & gl.full([NUM_ROWS, COLUMNS], True, gl.int1, layout)
     async_copy.async_copy_global_to_shared(smem, base + offsets, mask=mask)
 
 
 @gluon.jit
 def copy_numbers(smem, base, step, left):
-    """Starts the copy of a row of 32-bit numbers that are ``step`` apart; those from ``left`` on become 0."""
+    """Starts the copy of 32-bit numbers that are ``step`` apart, such as lse; those from ``left`` on become 0."""
     COUNT: gl.constexpr = smem.shape[0]
     i = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [4], [0]))
     async_copy.async_copy_global_to_shared(smem, base + i.to(gl.int64) * step, mask=i < left)
@@ -144,7 +156,7 @@ def copy_numbers(smem, base, step, left):
 
 @gluon.jit
 def scores(a0, a1, tile, zeros, D0: gl.constexpr, D1: gl.constexpr):
-    """Starts a·tileᵀ over the columns that hold data."""
+    """Starts a·tileᵀ over both blocks of the head dim."""
     x = warpgroup_mma(a0, tile.slice(0, D0, dim=1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if D1 > 0:
         x = warpgroup_mma(a1, tile.slice(D0, D1, dim=1).permute((1, 0)), x, is_async=True)
@@ -154,21 +166,26 @@ def scores(a0, a1, tile, zeros, D0: gl.constexpr, D1: gl.constexpr):
 @gluon.jit
 def store_tile(base, step, left, x, D: gl.constexpr):
     """Writes the first ``left`` rows of x in 16-byte pieces."""
-    ROWS: gl.constexpr = x.shape[0]
+    NUM_ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     layout: gl.constexpr = copy_layout(COLUMNS)
     x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     mask = gl.expand_dims(rows < left, 1) & gl.expand_dims(columns < D, 0)
-    gl.store(base + copy_offsets(step, ROWS, COLUMNS), x, mask=mask)
+    gl.store(base + copy_offsets(step, NUM_ROWS, COLUMNS), x, mask=mask)
 
 
 @gluon.jit
 def query_row(
     index, rows_ptr, offsets_ptr, shape, bounds, BLOCK: gl.constexpr, FLAGS: gl.constexpr
 ):  # fmt: skip
-    """Returns what producer and consumers need from a row of the table of queries; ``begin`` is the first key that its tile sees."""
+    """Returns what producer and consumers need of tile ``index``: a row of the table of queries, for one batch entry and head.
+
+    That is (batch, head, branch, rate in 64 bits, first position, number of keys, index i0 of the tile's first query, end of the segment's
+    queries, row of the first query in q, first key that the tile sees, steps over blocks of keys, place of the first result, places per
+    segment). Queries and keys count the selected positions of a segment.
+    """
     num_batches, num_heads, _group, q_first, q_last, num_keys = shape
     left, right = bounds
     head = index % num_heads
@@ -184,7 +201,7 @@ def query_row(
         end = gl.maximum(gl.minimum(count, last + right + 1), 0)
     if FLAGS.LEFT:
         begin = gl.minimum(gl.maximum(i0 - left, 0), end)
-    # a tile without queries also processes one block, which is fully masked
+    # a tile that sees no key, or has no query, takes one step too: consumers always wait for a first block
     steps = gl.maximum((end - begin + BLOCK - 1) // BLOCK, 1)
     wide_rate = rate.to(gl.int64)
     row = (first - q_first).to(gl.int64) + i0 * wide_rate
