@@ -1,19 +1,21 @@
 """Dropout by position: counter-based random words decide each (batch, head, query, key) pair, however the work is split.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the 64-bit seed as its key (low word, high word)
-generates the words of each position; all parts of a counter are 32-bit words::
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a counter of four 32-bit words into four random
+words. Its key is the 64-bit seed (low word, high word). A query's position gets two of these words, a and c, a key's position one, b::
 
     query: (a, c', …) = philox(seed, (position mod 2³², head, batch, 0))      c = c' | 1
     key:   (b, …)     = philox(seed, (position mod 2³², head, batch, 1))
 
     x = ((a xor b) · c) mod 2³²        the pair is kept where x ≥ threshold = ⌊p · 2³²⌋
 
-So threshold / 2³² of the pairs are dropped, at three integer operations per pair. ``dropout_triton`` writes the same words on a GPU.
+So threshold / 2³² of the pairs are dropped, at three integer operations per pair. ``dropout_triton`` computes the same words on a GPU.
+
+Shape letters: P problems of a launch (or batch entries), G heads, L queries, S keys.
 
 Why so few operations are enough: the words are independent and uniform, so a xor b is too, and so is x, since c is odd. This holds
 exactly for the pairs of one row, and for those of one column. Two rows of a head are two functions of one 32-bit word b: their
 correlation over all keys is 0 on average and 2⁻¹⁶ to 2⁻¹⁵ in the root mean square, as for functions drawn at random; it exceeds 0.1 for
-about 10⁻⁸ of the pairs of rows (by enumeration of words of 8 to 16 bits). 2⁻³² of the pairs of keys share b, and so every decision.
+about 10⁻⁸ of the pairs of rows (by enumeration of words of 8 to 16 bits). Of the pairs of keys, 2⁻³² share b, and so every decision.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from torch import Tensor
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
-# multipliers of a round, and increments of the key after each; int64 products wrap, so they hold the 64 bits of the unsigned product
+# multipliers of a round, and what each round adds to the key; int64 products wrap, and so hold the 64 bits of the unsigned product
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _ADD = (0x9E3779B9, 0xBB67AE85)
-# words computed at a time: on a CPU the int64 tensors of a round fit in its cache; on a GPU this means few launches and little memory
+# counters computed at a time: on a CPU a round's int64 tensors fit in its cache; on a GPU launches are few and take little memory
 _CPU_CHUNK, _GPU_CHUNK = 2**15, 2**22
 
 
 class Words(NamedTuple):
-    """Bit patterns of 32-bit words in int32; P may be a batch and G all its heads."""
+    """The random words: int32 tensors that hold the bits of unsigned words."""
 
     a: Tensor  # (P, G, L)
     c: Tensor  # (P, G, L), odd
@@ -44,9 +46,10 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Attention dropout by position: the functions below decide each (batch, head, query, key) pair from these four and the seed.
+    """Attention dropout of one launch: its batch entries, heads and positions, as numbers in the whole call.
 
-    So a pair has the same decision in every branch, in forward and backward, and however the work is split.
+    These numbers, the seed and the probability decide about each pair. So the decision is the same in every branch, in forward and
+    backward, and however the work is split.
     """
 
     probability: float
@@ -58,19 +61,19 @@ class Dropout:
 
     @cached_property
     def words(self) -> Words:
-        """The random words of all queries and keys, computed once for all blocks of rows."""
+        """The random words of all queries and keys, computed once however many times ``keep_mask`` asks."""
         return words_of(self.seed, self.batch, self.heads, self.queries, self.keys)
 
 
 def threshold_of(probability: float) -> int:
-    """Returns the threshold below which one of the 2³² words means that the pair is dropped."""
+    """Returns ⌊p · 2³²⌋: a pair is dropped where its word x is below it."""
     return int(probability * 2**32)
 
 
 def keep_mask(dropout: Dropout, rows: slice) -> Tensor:
-    """Returns bool (P, G, rows, S): True where the attention weight is kept, with probability 1 − p."""
+    """Returns bool (P, G, rows, S) for these rows of queries: True where the attention weight is kept, with probability 1 − p."""
     words = dropout.words
-    # int32 compares as signed, so the sign bit of x must be flipped; since c is odd, flipping that of a does this
+    # int32 compares as signed, so x needs its sign bit flipped; since c is odd, flipping that of a does so
     a = words.a[..., rows, None] ^ -(2**31)
     x = a ^ words.b[..., None, :]
     x *= words.c[..., rows, None]
@@ -78,7 +81,7 @@ def keep_mask(dropout: Dropout, rows: slice) -> Tensor:
 
 
 def words_of(seed: int, batch: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Words:
-    """Returns the words of queries at positions (P or 1, L) and keys at (P or 1, S), for batch entries (P,) and heads (G,); all int64."""
+    """Returns the words of queries and keys at positions (P or 1, L or S), of batch entries (P,) and heads (G,); arguments are int64."""
     P, G, L = batch.numel(), heads.numel(), queries.shape[1]
     positions = torch.cat([x.expand(P, -1) for x in (queries, keys)], dim=1) & _WORD
     is_key = (torch.arange(positions.shape[1], device=positions.device) >= L).long()
@@ -87,7 +90,7 @@ def words_of(seed: int, batch: Tensor, heads: Tensor, queries: Tensor, keys: Ten
     chunk = max(1, (_CPU_CHUNK if positions.device.type == "cpu" else _GPU_CHUNK) // max(1, P * G))
     for start in range(0, positions.shape[1], chunk):
         part = slice(start, start + chunk)
-        # copying to int32 wraps
+        # assigning to int32 wraps
         first[..., part], second[..., part] = philox(seed, positions[:, None, part], heads, entries, is_key[part])[:2]
     return Words(first[..., :L], second[..., :L] | 1, first[..., L:])
 
@@ -97,8 +100,8 @@ def philox(seed: int, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(_ROUNDS):
-        one, two = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
-        # c0 and c2 are masked to the product's upper word; c1 and c3 stay whole products, of which only the lower word counts
-        c0, c1, c2, c3 = (two >> 32 ^ c1 ^ k0) & _WORD, two, (one >> 32 ^ c3 ^ k1) & _WORD, one
+        product0, product2 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
+        # c0 and c2 take a product's upper word; c1 and c3 stay whole products, whose upper words the next mask removes
+        c0, c1, c2, c3 = (product2 >> 32 ^ c1 ^ k0) & _WORD, product2, (product0 >> 32 ^ c3 ^ k1) & _WORD, product0
         k0, k1 = (k0 + _ADD[0]) & _WORD, (k1 + _ADD[1]) & _WORD
     return c0, c1 & _WORD, c2, c3 & _WORD

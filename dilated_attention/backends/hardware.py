@@ -1,4 +1,4 @@
-"""What a machine can do, as a frozen record built by querying capabilities, never from a GPU's name."""
+"""What a machine can do: a frozen record, made by asking for capabilities, never from a GPU's name; also its devices, streams and graphs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from dilated_attention.pattern.checks import shown
 
 logger = logging.getLogger("dilated_attention")
-# key in Hardware.packages → the module that must be importable
+# name of a package in Hardware.packages → the module that must be importable
 PACKAGES = {
     "flash-attn-4": "flash_attn.cute",
     "flash-attn-2": "flash_attn.flash_attn_interface",
     "xformers": "xformers.ops",
     "triton": "triton",
 }
-# where the device is already current
-_HERE: AbstractContextManager[Any] = nullcontext()
+# what ``on_device`` returns where the device is already current
+_NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,8 @@ class Hardware:
         is_rocm: torch is built for ROCm.
         torch_version: (major, minor).
         cudnn_version: as ``torch.backends.cudnn.version()``, e.g. 91900; None without cuDNN.
-        packages: optional kernel packages that can be imported, by the names in ``PACKAGES``, ``"flash-attn-3"`` and
-            ``"flash-attn-3-fp8"``.
-        unusable: (package, why) of kernel packages that are installed and cannot be used.
+        packages: the kernel packages that can be imported: names in ``PACKAGES``, ``"flash-attn-3"``, ``"flash-attn-3-fp8"``.
+        unusable: (package, why) of kernel packages that are installed but cannot be used.
         name: the device's name, for display.
     """
 
@@ -52,7 +51,7 @@ class Hardware:
 
     @property
     def architecture(self) -> str:
-        """The key of orders and rates: ``"cpu"``, ``"sm90"``, …, ``"rocm"``, or the device type."""
+        """The name under which preferred backends and their rates are kept: ``"cpu"``, ``"sm90"``, …, ``"rocm"``, or the device type."""
         if self.is_rocm:
             return "rocm"
         if self.device_type == "cuda" and self.capability is not None:
@@ -61,11 +60,12 @@ class Hardware:
 
     @property
     def label(self) -> str:
+        """The machine in a few words, for display."""
         return f"{self.name or self.device_type} ({self.architecture}, torch {self.torch_version[0]}.{self.torch_version[1]})"
 
 
 def detect(device: torch.device | str | None = None) -> Hardware:
-    """Returns the record of ``device``; the default is the current CUDA device if there is one, else the CPU."""
+    """Returns the hardware of ``device``; by default of the current CUDA device if there is one, else of the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -74,13 +74,13 @@ def detect(device: torch.device | str | None = None) -> Hardware:
 
 
 def hardware_of(device: Any, hardware: Any) -> Hardware:
-    """Returns the machine that an explanation is asked about: ``hardware``, or the one of ``device``."""
+    """Returns the hardware that a user asks about: ``hardware`` itself or, without it, that of ``device``."""
     if hardware is None:
         try:
             return detect(device)
         except (RuntimeError, AssertionError, TypeError) as error:
-            kind, reason = TypeError if isinstance(error, TypeError) else ValueError, str(error).splitlines()[0]
-            raise kind(f"device is {shown(device)}; expected one of this machine, such as 'cpu', or hardware=: {reason}") from error
+            error_type, reason = TypeError if isinstance(error, TypeError) else ValueError, str(error).splitlines()[0]
+            raise error_type(f"device is {shown(device)}; expected one of this machine, such as 'cpu', or hardware=: {reason}") from error
     if device is not None:
         raise ValueError(f"device is {device!r} and hardware is given too; ask about one of them")
     if not isinstance(hardware, Hardware):
@@ -111,17 +111,17 @@ def _detect(device_type: str, index: int) -> Hardware:
 
 def _packages() -> frozenset[str]:
     found = {package for package, module in PACKAGES.items() if _importable(module)}
-    # FlashAttention-3 is detected by its registered ops, since several packages provide them under different names
+    # several packages register FlashAttention-3's ops
     if hasattr(torch.ops.flash_attn_3, "fwd") or _importable("flash_attn_interface"):
         found.add("flash-attn-3")
-    # its fp8 kernels are not separate ops, and a build without them only fails when called; fa3-fwd always has them
+    # its fp8 kernels are no ops of their own, and a build without them fails only when called; the package fa3-fwd always has them
     if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
         found.add("flash-attn-3-fp8")
     return frozenset(found)
 
 
 def _why_xformers_fails() -> str:
-    """Returns why xformers, though installed, cannot compute attention; "" if it can. Imports it, since each part can fail alone."""
+    """Returns why xformers, though installed, cannot compute attention; "" if it can. Imports it: its parts fail separately."""
     try:
         from xformers import _cpp_lib
         from xformers.ops import fmha  # noqa: F401
@@ -140,38 +140,36 @@ def _why_xformers_fails() -> str:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Returns the compute capability of a GPU, for meta tensors that of the current one; None where there is no CUDA GPU."""
+    """Returns the compute capability of a CUDA GPU, or of the current one for the meta device; None where there is none."""
     has_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
     return torch.cuda.get_device_capability(device.index) if has_gpu else None
 
 
 @functools.lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a GPU; 1 for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes ``device`` current for a Triton launch, which uses the current device. Triton's interpreter accepts CPU tensors."""
+    """Returns a context that makes ``device`` current: a Triton launch uses the current device. It does nothing for a CPU."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _HERE
+        return _NO_SWITCH
     return torch.cuda.device(device)
 
 
 class Streams:
-    """The current CUDA stream and side streams, each in order, on which independent launches run concurrently.
+    """Some CUDA streams on which independent launches run concurrently: the current one, index 0, and side streams.
 
-    Short launches then fill the GPU together, and while one chunk is merged (limited by memory), the next is computed (limited by
-    arithmetic).
+    Short launches fill the GPU together. While one chunk is merged (limited by memory), the next is computed (limited by arithmetic).
 
-    Every stream waits for the work issued before ``with``, and work issued after the block waits for every stream.
-
-    Index 0 is the current stream. Only memory that outlives the ``with`` block may be passed between streams. On devices other than
-    CUDA there is a single one. Streams are joined by events, which a CUDA graph captures.
+    Side streams wait for the work issued before the ``with`` block, and work issued after the block waits for them. They wait by events,
+    which a CUDA graph captures. Only memory that outlives the block may be passed between streams. Other devices have index 0 alone.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._main = torch.cuda.current_stream(device) if device.type == "cuda" and count > 1 else None
-        # reuse the same streams, since torch's allocator keeps a separate memory pool for each stream
+        # always the same streams, since torch's allocator keeps a separate memory pool for each one
         self._side = tuple(_stream(device, index) for index in range(count - 1)) if self._main is not None else ()
 
     def __enter__(self) -> Streams:
@@ -191,6 +189,7 @@ class Streams:
         return 1 + len(self._side)
 
     def stream(self, index: int) -> AbstractContextManager[object]:
+        """Returns a context in which launches go to stream ``index``, modulo the number of streams."""
         index %= len(self)
         return nullcontext() if index == 0 else torch.cuda.stream(self._side[index - 1])
 
@@ -200,31 +199,32 @@ def _stream(device: torch.device, index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-# what replays of CUDA graphs read; kept for good, since torch does not tell when a graph has gone
-_of_graphs: dict[int, object] = {}
+# what replays of CUDA graphs read, by id; kept for good, since torch does not tell when a graph has gone
+_read_by_graphs: dict[int, object] = {}
 
 
 def keep_for_graph(what: object, device_type: str) -> None:
-    """Keeps alive what a pass has made for its launches, such as tables, if the current CUDA stream captures it."""
+    """Keeps alive what a pass has made for its launches, such as tables, if a CUDA graph is being captured."""
     # a torch built without CUDA cannot be asked
     if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _of_graphs[id(what)] = what
+        _read_by_graphs[id(what)] = what
 
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether Triton has the language of the kernels for Hopper (Triton 3.6 or later) and compiles for NVIDIA: AMD's MI300 also reports
-    capability 9."""
+    """Whether Triton has Gluon, the language of the kernels for Hopper (Triton 3.6 or later), and compiles for NVIDIA. AMD's MI300 also
+    reports capability 9."""
     return torch.version.hip is None and _importable("triton.experimental.gluon")
 
 
 def has_kernels(x: torch.Tensor | None) -> bool:
-    """Whether Triton kernels take x: they run on GPUs only and compute in float32."""
+    """Whether this project's Triton kernels can compute x: it is on a GPU with Triton and not float64, as they compute in float32."""
     return x is not None and x.device.type == "cuda" and x.dtype is not torch.float64 and has_triton(x.device)
 
 
 @functools.lru_cache(maxsize=8)
 def has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed; warns once per device if it is not."""
     found = "triton" in detect(device).packages
     if not found:
         logger.warning("triton is not installed: branches are merged one by one, which moves more memory; pip install triton")
