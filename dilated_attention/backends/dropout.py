@@ -46,7 +46,7 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Attention dropout of one launch: its batch entries, heads and positions, as numbers in the whole call.
+    """Attention dropout of one launch: its batch entries, heads and positions, numbered as in the whole sequence and model.
 
     These numbers, the seed and the probability decide about each pair. So the decision is the same in every branch, in forward and
     backward, and however the work is split.

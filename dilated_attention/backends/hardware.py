@@ -1,4 +1,4 @@
-"""What a machine can do: a frozen record, made by asking for capabilities, never from a GPU's name; also its devices, streams and graphs."""
+"""What a machine can do: a frozen record, made by asking for capabilities, never from a GPU's name. Also devices, streams, graphs."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries):
-    """Returns pointers to the coordinates of keys from ``first`` on and of queries from ``q_row`` on, in the bias as ``run.packed_bias`` packs
-    it: a slope per head, then two coordinates per key, then two per query."""
+    """Returns pointers to the coordinates of keys from ``first`` on and of queries from ``q_row`` on, in a bias that ``run.packed_bias``
+    packed: a slope per head, then two coordinates per key, then two per query."""
     keys = bias_ptr + num_heads
     queries = keys + 2 * num_keys.to(tl.int64) * num_batches
     return keys + 2 * (batch * num_keys + first), queries + 2 * (batch * num_queries + q_row)
