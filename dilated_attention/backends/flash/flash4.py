@@ -17,10 +17,12 @@ from dilated_attention.pattern.blocks.block_lists import BlockLists
 class Flash4Backend(Backend):
     """``flash_attn.cute.interface._flash_attn_fwd`` and ``_flash_attn_bwd``, called directly.
 
-    They are never called through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has since grown, and flex's FLASH backend
-    returns lse · ln 2 on 2.11 and 2.12. On Hopper the backward of 4.0.0b36 is wrong (relative error near 1 in dq, with grouped heads in
-    dk and dv too) at head dims that round up to 16, 48, 80 or 112, measured at every multiple of 8; the forward is right at all of them.
-    The forward returns 2 to 5 values depending on the release; the first two are out and lse.
+    Not through torch: the wrapper in torch 2.11–2.13 unpacks a tuple that has since grown, and FlexAttention's backend FLASH returns
+    lse · ln 2 in torch 2.11 and 2.12. The forward returns 2 to 5 values, depending on the release: first
+    out and lse.
+
+    On Hopper the backward of 4.0.0b36 is wrong at head dims that round up to 16, 48, 80 or 112: the relative error is near 1 in dq, and
+    with grouped heads in dk and dv too. This was measured at every multiple of 8. The forward is right at all of them.
     """
 
     name = "flash4"
@@ -49,8 +51,8 @@ class Flash4Backend(Backend):
             return []
         reasons = []
         major = capability[0]
-        tile = -(-request.head_dim // 16) * 16
-        if request.needs_grad and major == 9 and tile < 128 and tile % 32:
+        rounded = -(-request.head_dim // 16) * 16
+        if request.needs_grad and major == 9 and rounded < 128 and rounded % 32:
             reasons.append(
                 f"its backward on compute capability 9.0 gives wrong gradients at head_dim {request.head_dim} (4.0.0b36, measured)"
             )
@@ -69,24 +71,24 @@ class Flash4Backend(Backend):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
     ) -> tuple[Tensor, Tensor]:
-        interface, (where, lse) = _interface(), out
+        interface, (out_view, lse_view) = _interface(), out
         if keys is not None:
             assert isinstance(keys, BlockLists)
-            return flash4_blocks.forward_blocks(interface, q, k, v, keys, options, where)
+            return flash4_blocks.forward_blocks(interface, q, k, v, keys, options, out_view)
         left, right = window_sizes(options, q.shape[1], k.shape[1])
-        # the kernel requires lse rows with stride 1
-        rows = lse if lse is not None and lse.stride(-1) == 1 else new_lse(q)
-        (result,) = new_results((where,), (q,))
+        # the kernel writes lse in rows of stride 1
+        lse_rows = lse_view if lse_view is not None and lse_view.stride(-1) == 1 else new_lse(q)
+        (result,) = new_results((out_view,), (q,))
 
         def call() -> None:
             interface._flash_attn_fwd(
                 q, k, v, softmax_scale=options.scale, causal=options.causal, softcap=options.softcap, window_size_left=left,
-                window_size_right=right, return_lse=True, out=result, lse=rows,
+                window_size_right=right, return_lse=True, out=result, lse=lse_rows,
             )  # fmt: skip
 
         settings = (options.scale, options.causal, left, right, options.softcap)
-        replay_forward(interface, (q, k, v, result, rows), settings, call, options.geometry)
-        return result, rows
+        replay_forward(interface, (q, k, v, result, lse_rows), settings, call, options.geometry)
+        return result, lse_rows
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
@@ -97,8 +99,8 @@ class Flash4Backend(Backend):
             assert isinstance(keys, BlockLists)
             return flash4_blocks.backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
         left, right = window_sizes(options, q.shape[1], k.shape[1])
-        lse = _with_rows(lse, q.shape[-1])
-        dlse = None if dlse is None else _with_rows(dlse, q.shape[-1])
+        lse = _with_dense_rows(lse, q.shape[-1])
+        dlse = None if dlse is None else _with_dense_rows(dlse, q.shape[-1])
         dq, dk, dv = new_results(grads, (q, k, v))
 
         def call() -> None:
@@ -108,7 +110,7 @@ class Flash4Backend(Backend):
             )  # fmt: skip
 
         if options.deterministic:
-            # the semaphores must start as zeros, which a replay does not ensure
+            # not replayed: the semaphores that order its sums must start as zeros, which a replay does not ensure
             call()
             return dq, dk, dv
         tensors = (q, k, v, out, dout, lse, dq, dk, dv, *(() if dlse is None else (dlse,)))
@@ -117,14 +119,15 @@ class Flash4Backend(Backend):
         return dq, dk, dv
 
 
-def _with_rows(x: Tensor, head_dim: int) -> Tensor:
-    """Returns lse, or its gradient, (P, G, L), with rows of stride 1, which the backward's kernels require."""
-    # larger head dims have kernels of their own on compute capability 10.0, of which only contiguous ones are known to be right
+def _with_dense_rows(x: Tensor, head_dim: int) -> Tensor:
+    """Returns x, lse or its gradient (P, G, L), with rows of stride 1, which the backward's kernels require."""
+    # larger head dims have kernels of their own on compute capability 10.0, which are known to be right for contiguous x only
     return x if x.stride(-1) == 1 and head_dim <= 128 else x.contiguous()
 
 
 @functools.lru_cache(maxsize=1)
 def _interface() -> Any:
+    """Returns the library's module, imported at the first launch."""
     from flash_attn.cute import interface
 
     return interface

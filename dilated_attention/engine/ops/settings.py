@@ -1,7 +1,7 @@
-"""The record of a call: every argument of an attention op that is not a tensor, and its form in an op's schema.
+"""The settings of a call: all its arguments that are not tensors, as a record and as arguments of a custom op.
 
-All attention ops have the same schema (``definition.py``): their tensors, then ``CallSettings.arguments()``. The part of the settings
-that torch.compile specializes on is passed as one string; numbers that may change from call to call are separate arguments.
+All attention ops take their tensors, then ``CallSettings.arguments()`` (``definition.py``). The *fixed* part of the settings, on which
+torch.compile specializes, is one string. Numbers that may change from call to call are arguments of their own.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ Branches = tuple[tuple[int, ...], tuple[int, ...], "str | tuple[tuple[int, ...],
 
 
 class CallSettings(NamedTuple):
-    """The checked arguments of one call that are not tensors. Hashable; it holds only plain Python values.
+    """The checked arguments of one call that are not tensors: plain Python values, so that it is hashable.
 
     Args:
-        branches: the arguments of a ``DilatedPattern``; None for a block pattern alone.
-        blocks: ``BlockPattern.spec()``; "" for branches alone.
-        window: () or (left, right), with −1 for unbounded.
-        detached: no gradient through the mixing weights of the branches.
+        branches: the arguments of a ``DilatedPattern``; None if there is only a block pattern.
+        blocks: ``BlockPattern.spec()``; "" if there are only branches.
+        window: (left, right), with −1 for unbounded; () without a window.
+        detached: no gradient flows through the mixing weights of the branches.
         needs_grad: a backward will follow.
         softcap: c of scores c·tanh(s/c); 0 for plain scores.
-        has_sinks: the heads have sinks.
-        bias: what is added to the scores: "" · "position": ``Alibi`` · "place": ``Distance``.
+        has_sinks: the softmax of each head includes a sink.
+        bias: what is added to the scores: "" for nothing, "position" for ``Alibi``, "place" for ``Distance``.
         sharding: the additional settings of a distributed call; () in one process.
+        scale: factor of the scores q·k.
         query_offset: position of the first query; 0 in a distributed call.
         seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
     """
@@ -54,6 +55,7 @@ class CallSettings(NamedTuple):
 
     @property
     def pattern(self) -> DilatedPattern:
+        """The dilated pattern of ``branches``, if there are any."""
         assert self.branches is not None
         return pattern_of(self.branches)
 
@@ -68,21 +70,21 @@ class CallSettings(NamedTuple):
     @property
     def saves_outputs(self) -> bool:
         """Whether the forward of a call on one whole sequence saves the branches' outputs for the backward, where it can."""
-        alone = not (self.dropout_p or self.bias or self.window or self.query_offset)
-        return self.detached and self.needs_grad and alone
+        is_plain = not (self.dropout_p or self.bias or self.window or self.query_offset)
+        return self.detached and self.needs_grad and is_plain
 
     def arguments(self) -> tuple[Any, ...]:
         """Returns the op's arguments that follow its tensors."""
         return settings_text(tuple(self[:_NUM_FIXED])), self.scale, self.dropout_p, self.query_offset, self.seq_len
 
 
-# fields of the fixed part come first
+# the fields before this one are the fixed part
 _NUM_FIXED = CallSettings._fields.index("scale")
 _NEEDS_GRAD = CallSettings._fields.index("needs_grad")
 
 
 def settings_text(fixed: tuple[Any, ...]) -> str:
-    """Returns the fixed part of the settings as a Python literal. torch.compile treats the result as a constant."""
+    """Returns the text of the fixed part, a Python literal. torch.compile treats the result as a constant."""
     return repr(fixed)
 
 
@@ -91,19 +93,19 @@ settings_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def settings_of(text: str, scale: float, dropout_p: float, query_offset: int, seq_len: int) -> CallSettings:
-    """Returns the settings from an op's arguments."""
+    """Returns the settings that ``CallSettings.arguments`` made these arguments from."""
     return CallSettings._make((*_parsed(text), scale, dropout_p, query_offset, seq_len))
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    found = ast.literal_eval(text)
-    assert len(found) == _NUM_FIXED
-    return tuple(found)
+    fixed = ast.literal_eval(text)
+    assert len(fixed) == _NUM_FIXED
+    return tuple(fixed)
 
 
 def with_needs_grad(text: str) -> str:
-    """Returns the text of the same settings with ``needs_grad``."""
+    """Returns the text of the same fixed part, with ``needs_grad`` true."""
     fixed = _parsed(text)
     return text if fixed[_NEEDS_GRAD] else settings_text((*fixed[:_NEEDS_GRAD], True, *fixed[_NEEDS_GRAD + 1 :]))
 
@@ -120,12 +122,12 @@ def checked_branches(branches: tuple[Any, ...], num_heads: int) -> Branches:
     Raises:
         ValueError, TypeError: no such pattern exists.
     """
-    # not the cached pattern_of: torch.compile traces this function and warns about every lru_cache that it traces through. index() makes
-    # a symbolic integer a constant there
+    # torch.compile traces this function. It warns about every lru_cache that it traces through, so pattern_of is not used; index() makes a
+    # symbolic integer a constant
     lengths, rates, head_offsets, branch_heads, tail = branches
-    lengths, rates = tuple([operator.index(w) for w in lengths]), tuple([operator.index(r) for r in rates])
+    lengths, rates = tuple([operator.index(length) for length in lengths]), tuple([operator.index(rate) for rate in rates])
     pattern = DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)
     offsets = pattern.head_offsets
     if not isinstance(offsets, str):
-        offsets = tuple([tuple([operator.index(x) for x in row]) for row in pattern.offsets(num_heads)])
+        offsets = tuple([tuple([operator.index(offset) for offset in row]) for row in pattern.offsets(num_heads)])
     return lengths, rates, offsets, branch_heads, tail
