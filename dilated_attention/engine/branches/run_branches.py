@@ -1,7 +1,9 @@
-"""Self-attention over a whole sequence in chunks with one merge each: every branch writes to its places, then one kernel merges.
+"""The runner *branches*: self-attention over a whole sequence, in chunks. Every branch writes its results, then one kernel merges them.
 
-``run_problems.py`` merges problem by problem and supports every call. This module covers the most common calls with the least memory
-traffic. Both run the same problems on the same backends.
+Results wait for the merge at places in flat buffers (``places.py``). ``run_problems.py`` merges problem by problem and supports every call;
+this runner covers the most common calls with the least memory traffic. Both run the same problems on the same backends.
+
+Shape letters: B batch, N positions, H query heads, D head dim; of a launch P problems, L rows, G heads.
 """
 
 from __future__ import annotations
@@ -38,16 +40,19 @@ from dilated_attention.engine.branches.problems import Problem, Problems, Range,
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 
+# returns the view of a problem's rows in another tensor; None if they stay in their own
 Place = Callable[[Problem], View | None]
-# number of launches that run concurrently where no other chunk runs
+# number of launches that run concurrently where chunks run one by one
 CONCURRENT_LAUNCHES = 3
 
 
 class Part(NamedTuple):
-    """A chunk: heads [first, last) and positions [first, last).
+    """A chunk of a call.
 
     Args:
-        concurrent: number of chunks that run concurrently. Launches of a chunk beside another one run one by one.
+        heads, positions: the query heads [first, last) and positions [first, last) that it computes.
+        problems: its dense problems, with positions counted from the chunk's first one.
+        concurrent: number of chunks that run concurrently. If it is more than 1, the launches of each chunk run one by one.
     """
 
     heads: Range
@@ -56,7 +61,7 @@ class Part(NamedTuple):
     concurrent: int
 
     def narrow(self, num_heads: int, *tensors: Tensor) -> Tensors:
-        """See ``narrowed``."""
+        """Returns views of the chunk's heads and positions (``narrowed``)."""
         if self.heads == (0, num_heads) and self.positions == (0, tensors[0].shape[1]):
             return tensors
         return narrowed(tensors, num_heads, self.heads, positions=slice(*self.positions))
@@ -65,6 +70,7 @@ class Part(NamedTuple):
 def forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
 ) -> tuple[Tensor, Tensor]:
+    """See ``Runner.forward``."""
     B, N, H, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -78,22 +84,24 @@ def forward(
 
 
 def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+    """See ``Runner.backward``."""
     dout, q, k, v, out, lse = tensors
     H = q.shape[2]
     grads = tuple([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)])
     at_places = has_own_keys(plan) and (dlse is None or plan.backend.capabilities.lse_grad)
-    some = () if dlse is None else (dlse.contiguous().transpose(1, 2),)
+    dlse_rows = () if dlse is None else (dlse.contiguous().transpose(1, 2),)
 
     def run(part: Part) -> None:
-        *views, lse_ = part.narrow(H, dout, q, k, v, out, *grads, *some, lse.transpose(1, 2))
+        # dout, q, k, v, out, dq, dk, dv, and dlse if there is one
+        *views, lse_ = part.narrow(H, dout, q, k, v, out, *grads, *dlse_rows, lse.transpose(1, 2))
         part_masks = _masks_of(masks, part)
         if at_places:
             # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
             views.insert(5, lse_.masked_fill(lse_ == -torch.inf, torch.inf))
             _backward(plan, part, views, part_masks, saved)
         else:
-            given = *views[:5], lse_
-            shares = run_backward(plan, part.problems, given, part_masks, views[8] if some else None)
+            inputs = *views[:5], lse_
+            shares = run_backward(plan, part.problems, inputs, part_masks, views[8] if dlse_rows else None)
             for grad, share in zip(views[5:8], shares, strict=True):
                 grad.copy_(share)
 
@@ -102,20 +110,23 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
 
 
 def has_own_keys(plan: Plan) -> bool:
-    """Whether no two problems of a branch contribute to the gradient of the same key, so that it has one place."""
+    """Whether no two problems of a branch contribute to the gradient of the same key: then one place per branch holds it."""
     problems = plan.problems
     return plan.shape.num_heads == plan.shape.num_kv_heads or (len(problems.problems) == 1 and problems.covered)
 
 
 def _chunk_sizes(plan: Plan, at_places: bool) -> ChunkSizes:
+    """Returns the size of the chunks of a pass. ``at_places``: its results wait at places (see ``places.chunk_sizes``)."""
     shape = plan.shape
     if plan.is_saved and at_places:
-        # saved outputs are those of all branches, in one part
+        # the saved outputs of all branches are one buffer for the whole call
         return ChunkSizes(shape.num_heads, shape.queries[1])
     return chunk_sizes(plan.pattern, shape, plan.size, plan.is_backward, at_places)
 
 
 def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *, at_places: bool = True) -> None:
+    """Calls ``run`` with every chunk of a pass."""
+
     def make() -> list[Part]:
         sizes = _chunk_sizes(plan, at_places)
         chunks = list(sizes.chunks(plan.shape.num_heads, plan.shape.queries[1]))
@@ -123,13 +134,14 @@ def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *,
 
     parts = plan.once(("parts", at_places), make)
     with Streams(device, parts[0].concurrent if plan.backend.capabilities.concurrent else 1) as streams:
-        # on alternating streams, so that one stream's merge is issued while the other stream computes
+        # on alternating streams, so that one chunk is merged while the next one is computed
         for index, part in enumerate(parts):
             with streams.stream(index):
                 run(part)
 
 
 def _part_of(plan: Plan, heads: Range, positions: Range, concurrent: int = 1) -> Part:
+    """Returns a chunk. Its problems are those of a call on views of its heads and positions."""
     shape = plan.shape
     if heads != (0, shape.num_heads) or positions != shape.queries:
         whole = 0, positions[1] - positions[0]
@@ -138,8 +150,10 @@ def _part_of(plan: Plan, heads: Range, positions: Range, concurrent: int = 1) ->
 
 
 def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
-    """Returns where results of a chunk wait. Its batch entries are documents: a branch's segments follow those of the entry before, so that
-    one launch takes all of them."""
+    """Returns where results of a chunk wait: all branches' with ``keeps_parts``, else those of all but the direct branch.
+
+    Batch entries count as documents: a branch's segments follow those of the entry before, so that one launch takes all of them.
+    """
     (B, _, _), H, (first, last) = plan.size, plan.shape.num_heads, part.positions
     documents = tuple(itertools.pairwise(range(0, B * (last - first) + 1, last - first)))
     shape = whole_shape(H, H, documents[-1][1], False)._replace(documents=documents)
@@ -147,26 +161,29 @@ def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
 
 
 def _masks_of(masks: Masks, part: Part) -> Masks:
+    """Returns the masks of a chunk's positions; this runner has padding only."""
     return masks if masks.padding is None else Masks(masks.padding[:, slice(*part.positions)])
 
 
 def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, saved: Tensor | None) -> None:
-    """Writes out (B, N, H, D) and lse (B, N, H), any views, the last of ``tensors``, after q, k and v.
+    """Computes out and lse of a chunk.
 
     Args:
-        saved: the places of all branches, none of them direct, which keep the separate output of each branch.
+        tensors: q, k, v, then out (B, N, H, D) and lse (B, N, H), which are written; views of any strides.
+        saved: a buffer with places for all branches, which keeps the output of each one; None if the call saves none.
     """
     q, k, v, out, lse = tensors
     k, v = without_padding(k, v, masks.padding)
     H, D = q.shape[2:]
-    given, merged = [q, k, v, out, lse], not part.problems.single or saved is not None
+    all_tensors, is_merged = [q, k, v, out, lse], not part.problems.single or saved is not None
     elsewhere: dict[int, Place] = {}
-    if merged:
-        # the merge must not overwrite the saved output of any branch
+    if is_merged:
+        # where outputs are saved, no branch is direct, since the merge would overwrite its output
         layout = _layout(plan, part, saved is not None)
         size = H * layout.num_places
-        waiting = q.new_empty(size * D) if saved is None else saved, lse.new_empty(size)
-        given += waiting
+        buffers = q.new_empty(size * D) if saved is None else saved, lse.new_empty(size)
+        all_tensors += buffers
+        # out is tensor 3, lse tensor 4; their buffers are tensors 5 and 6
         elsewhere = {3: functools.partial(view_of, layout, 5, D), 4: functools.partial(view_of, layout, 6, 0)}
     elif not part.problems.covered:
         out.zero_()
@@ -175,57 +192,61 @@ def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, sa
     def run(launch: Launch, views: list[Tensor]) -> None:
         q_, k_, v_, out_, lse_, *mask_views = views
         results = out_, lse_.transpose(1, 2)
-        placed(_computed(plan, launch, q_, k_, v_, masked(launch, mask_views, masks, 0.0, 0), results), results)
+        placed(_launch_forward(plan, launch, q_, k_, v_, masked(launch, mask_views, masks, 0.0, 0), results), results)
 
-    _on_streams(plan, part, "qkkqq", given, elsewhere, masks, run, whole=plan.backend.capabilities.writes_views)
-    if merged:
-        places.combine(layout, (out, lse), waiting)
+    _on_streams(plan, part, "qkkqq", all_tensors, elsewhere, masks, run, whole=plan.backend.capabilities.writes_views)
+    if is_merged:
+        places.combine(layout, (out, lse), buffers)
 
 
 def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved: Tensor | None) -> None:
-    """Writes dq, dk, dv (B, N, H, D), any views, which ``tensors`` holds after dout, q, k, v, out and lse, and before dlse if there is one.
+    """Computes dq, dk and dv of a chunk of a call that ``has_own_keys``.
 
-    Every query head must have its own key/value head, unless there is a single problem that covers everything. lse (B, N, H) is +inf for
-    rows without keys.
+    Args:
+        tensors: dout, q, k, v, out, lse, then dq, dk and dv, which are written, then dlse if there is one; views of any strides. lse and
+            dlse are (B, N, H). lse is +inf for rows without keys.
+        saved: the branches' own outputs from the forward; None if it saved none.
     """
     _, q, k, v, *_ = tensors
     tensors[2:4] = without_padding(k, v, masks.padding)
     H, D = q.shape[2:]
     grads, has_dlse = tensors[6:9], len(tensors) > 9
-    # a row of one branch mixes with nothing
-    detached = plan.settings.detached and not part.problems.single
-    waiting: list[Tensor] = []
+    # a single problem is not mixed with others
+    is_detached = plan.settings.detached and not part.problems.single
+    buffers: list[Tensor] = []
     if not part.problems.single:
         layout = _layout(plan, part)
-        waiting = [q.new_empty(H * layout.num_places * D) for _ in grads]
+        buffers = [q.new_empty(H * layout.num_places * D) for _ in grads]
     elif not part.problems.covered:
         for grad in grads:
             grad.zero_()
-    saved = saved if detached else None
-    given = [*tensors, *waiting, *(() if saved is None else (saved,))]
-    elsewhere: dict[int, Place] = {6 + i: functools.partial(view_of, layout, len(tensors) + i, D) for i in range(len(waiting))}
+    saved = saved if is_detached else None
+    all_tensors = [*tensors, *buffers, *(() if saved is None else (saved,))]
+    # dq, dk and dv are tensors 6 to 8; their buffers follow all tensors
+    elsewhere: dict[int, Place] = {6 + i: functools.partial(view_of, layout, len(tensors) + i, D) for i in range(len(buffers))}
     if saved is not None:
-        elsewhere[4] = functools.partial(view_of, _layout(plan, part, True), len(given) - 1, D)
+        # out, tensor 4, is each branch's own
+        elsewhere[4] = functools.partial(view_of, _layout(plan, part, True), len(all_tensors) - 1, D)
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *mask_views = views
         dlse_ = mask_views.pop(0).transpose(1, 2) if has_dlse else None
         options = masked(launch, mask_views, masks, 0.0, 0)
-        # the mixing weights are constants, so a branch's δ comes from its own output; its softmax weights stay exp(s − merged lse)
-        if detached and saved is None:
-            out_, _ = _computed(plan, launch, q_, k_, v_, options)
+        # the mixing weights count as constants, so a branch's δ = Σ dout·out takes its own output; its weights stay exp(s − merged lse)
+        if is_detached and saved is None:
+            out_, _ = _launch_forward(plan, launch, q_, k_, v_, options)
         shares = plan.backend.backward(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, dlse=dlse_, grads=(dq_, dk_, dv_))
         placed(shares, (dq_, dk_, dv_))
 
-    _on_streams(plan, part, "qqkkqqqkk" + "q" * has_dlse, given, elsewhere, masks, run)
-    if waiting:
-        places.combine(layout, grads, waiting)
+    _on_streams(plan, part, "qqkkqqqkk" + "q" * has_dlse, all_tensors, elsewhere, masks, run)
+    if buffers:
+        places.combine(layout, grads, buffers)
 
 
-def _computed(
+def _launch_forward(
     plan: Plan, launch: Launch, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Views = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    """Returns a launch's (out (P, L, G, D), lse (P, G, L)), before any merge, with its zero keys."""
+    """Returns (out (P, L, G, D), lse (P, G, L)) of a launch alone, before any merge; its zero keys are included."""
     out, lse = plan.backend.forward(q, k, v, options, out=into)
     if zero_keys := launch.problem.zero_keys:
         out = out.mul_(zero_key_share(lse.transpose(1, 2), zero_keys)[..., None])
@@ -237,12 +258,14 @@ def _on_streams(
     plan: Plan, part: Part, letters: str, tensors: list[Tensor], elsewhere: dict[int, Place], masks: Masks,
     run: Callable[[Launch, list[Tensor]], None], *, whole: bool = False,
 ) -> None:  # fmt: skip
-    """Deals the problems out to the streams one by one, longest first, so that short problems fill the gaps that long ones leave.
+    """Calls ``run`` with each launch of a chunk's problems and that launch's views of the tensors.
+
+    Problems are dealt out to the streams one by one, longest first, so that short problems fill the gaps that long ones leave.
 
     Args:
-        letters: rows of queries and keys (``launches.rows_of``) of the first tensors.
-        elsewhere: where rows of a tensor are instead, by its index (``view_of``).
-        whole: a launch allocates nothing in addition to its results.
+        letters: for each of the first tensors, "q" if its rows are those of queries, "k" if those of keys (``launches.rows_of``).
+        elsewhere: by the index of a tensor, where a problem's rows of it are instead.
+        whole: a launch takes a whole branch, since it allocates nothing in addition to its results.
     """
     device, heads, positions = tensors[0].device, part.heads, part.positions
     tensors = tensors + masks_of(masks, 0.0, (0, 0), 0, device)
@@ -252,23 +275,27 @@ def _on_streams(
         for index, place in elsewhere.items():
             rows[index] = rows[index]._replace(place=place)
         part_bytes = None if whole else PART_BYTES.get(device.type, PART_BYTES["cuda"])
-        of_problems = launches_of(part.problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
-        return sorted(of_problems, key=lambda launches: -launches[0].problem.pairs)
+        all_launches = launches_of(part.problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
+        return sorted(all_launches, key=lambda launches: -launches[0].problem.pairs)
 
     # equal chunks have the same launches
     launches = plan.once((letters, tuple(elsewhere), heads, positions[1] - positions[0]), make)
-    count = 1 if part.concurrent > 1 or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
-    with Streams(device, count) as streams:
+    num_streams = 1 if part.concurrent > 1 or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
+    with Streams(device, num_streams) as streams:
         for stream in range(len(streams)):
             with streams.stream(stream):
-                for of_problem in launches[stream :: len(streams)]:
-                    for launch in of_problem:
+                for problem_launches in launches[stream :: len(streams)]:
+                    for launch in problem_launches:
                         run(launch, launch.of(tensors))
 
 
 def terms(plan: Plan) -> Terms:
-    """See ``Runner.terms``. Results that wait are freed as soon as a chunk's kernels are issued, so those of the chunk on the other stream
-    are in the allocator's reserve."""
+    """See ``Runner.terms``.
+
+    A chunk's waiting results are freed as soon as its kernels are issued. So those of the chunk on the other stream do not count: they are
+    memory that the allocator holds in reserve.
+    """
+    # e and a: bytes of an element, and of one in the accumulation dtype
     (B, D, e), shape = plan.size, plan.shape
     H, Hk, N, a = shape.num_heads, shape.num_kv_heads, shape.queries[1], accumulation_dtype(plan.dtype).itemsize
     own_keys = not plan.is_backward or has_own_keys(plan)
@@ -281,6 +308,6 @@ def terms(plan: Plan) -> Terms:
     if not plan.is_backward:
         return [waiting]
     if not own_keys:
-        share = heads * positions / (H * N)
-        waiting = "dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * share)
+        fraction = heads * positions / (H * N)
+        waiting = "dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * fraction)
     return [waiting, ("lse of the chunks", B * heads * positions * a), kernel_sums(plan, part.problems)]
