@@ -1,9 +1,8 @@
-"""Builds and caches the lists of blocks that kernels read, from a pattern and shapes; also selects rows.
+"""The lists of blocks that kernels read: built from a pattern and cached, or built from the bits of blocks chosen by content.
 
-Content-chosen blocks come as bits: in ``kept`` (B, H, R, W) int32, bit c % 32 of word c // 32 of row r is set if block c is kept.
-
-The bits take N² / (8 · q_block · k_block) bytes per head, 8 MiB at N = 2^20 with blocks of 128. Bits are what is saved for the backward
-and sent between processes; lists are built from them when a kernel is launched.
+Rows are query blocks, columns key blocks. Blocks chosen by content come as ``kept`` (B, H, R, W) int32: bit c % 32 of word c // 32 of row r
+is set if row r keeps column c. These bits are saved for the backward and sent between processes; lists are built from them when a kernel is
+launched. They take N² / (8 · q_block · k_block) bytes per head, 8 MiB at N = 2^20 with blocks of 128.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, check
 # limits of the cache, over all devices; lists take about 1 % of one q
 MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
-# blocks of a grid, over all heads with lists of their own, up to which lists are built on the host
+# up to this many pairs of blocks, over all heads with lists of their own, lists are built on the host
 _MOST_ON_HOST = 2**18
 
 _cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
@@ -43,9 +42,9 @@ def block_lists(
         num_queries: number of queries; None for all up to N.
 
     Returns:
-        Lists, cached by all arguments; of patterns with ``shares_lists``, by the number of blocks: a length with as many as one before
-        makes no new ones. One list serves all heads (``num_heads`` of the result is 1) unless the pattern differs between
-        heads. ``interval`` is set if the pairs that masks keep form one range [low, high) per query, the same for all heads.
+        Lists, cached by all arguments. For patterns with ``shares_lists``, lengths with equally many blocks share them. One list serves all
+        heads (``num_heads`` of the result is 1) unless the pattern differs between heads. ``interval`` is set if the pairs that masks keep
+        form one range [low, high) per query, the same for all heads.
 
     Raises:
         ValueError: the pattern does not exist at N, or queries are beyond N.
@@ -61,18 +60,19 @@ def block_lists(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    # the lengths that lists are built for: whole blocks if the pattern shares lists
     queries, keys = pattern.listed(num_queries), pattern.listed(num_keys)
-    key = (pattern, keys, num_heads, first_query, queries, is_causal, device)
+    cache_key = (pattern, keys, num_heads, first_query, queries, is_causal, device)
     with _lock:
-        lists = _cache.get(key)
+        lists = _cache.get(cache_key)
         if lists is not None:
-            _cache.move_to_end(key)
+            _cache.move_to_end(cache_key)
     if lists is None:
-        # an error names the caller's length, not that of whole blocks
+        # checked here, so that an error names the caller's length
         pattern.check(num_keys, num_heads)
         lists = _built(pattern, keys, num_heads, first_query, queries, is_causal, device)
         with _lock:
-            _cache[key] = lists
+            _cache[cache_key] = lists
             while len(_cache) > 1 and (len(_cache) > MAX_CACHED_LISTS or sum(x.nbytes for x in _cache.values()) > MAX_CACHED_BYTES):
                 _cache.popitem(last=False)
     else:
@@ -90,7 +90,7 @@ def clear_block_lists() -> None:
         _cache.clear()
 
 
-# lists that are built in inference mode must be usable in training, too
+# cached lists serve training too, so they must not be inference tensors
 @torch.inference_mode(False)
 @torch.no_grad()
 def _built(
@@ -105,14 +105,14 @@ def _built(
 
 
 def building_device(pattern: BlockPattern, num_queries: int, num_keys: int, num_heads: int, device: torch.device) -> torch.device:
-    """Returns where to build lists for a device. It takes hundreds of operations; on few numbers a GPU's launches take longer than a CPU's
-    work."""
+    """Returns the device on which to build lists for ``device``: the CPU if they are small, as building takes hundreds of operations, and
+    a GPU's launches would take longer than a CPU's work."""
     blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * (num_heads if pattern.per_head else 1)
     return torch.device("cpu") if blocks <= _MOST_ON_HOST and not pattern.lives_here else device
 
 
 def _marked(lists: BlockLists) -> BlockLists:
-    """Notes which stream made the lists."""
+    """Notes in the lists which stream made them, and an event after that."""
     if lists.row_starts.is_cuda:
         stream = torch.cuda.current_stream(lists.row_starts.device)
         lists.cache["made"] = stream, stream.record_event()
@@ -120,7 +120,7 @@ def _marked(lists: BlockLists) -> BlockLists:
 
 
 def _wait_for(lists: BlockLists) -> None:
-    """Lets the current stream wait for the one that made the lists. A graph was run before its capture, and the lists were made with it."""
+    """Lets the current stream wait until the lists are made. A capture need not: its work ran once before, and the lists were made then."""
     if "made" in lists.cache and not torch.cuda.is_current_stream_capturing():
         stream, event = lists.cache["made"]
         if (current := torch.cuda.current_stream(stream.device)) != stream:
@@ -131,21 +131,21 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     """Returns the lists of some query blocks, in the given order, as needed by a process that holds these queries.
 
     Args:
-        rows: (R,) int64 query blocks of ``lists``. A short last block may only be selected as the last one.
+        rows: (R,) int64 query blocks of ``lists``. If the last block of the sequence is short, it may only come last.
     """
-    last, short = lists.num_rows - 1, lists.num_rows * lists.q_block - lists.num_queries
-    if short and last in rows[:-1]:
-        raise ValueError(f"rows selects the short last query block, {last}, before its end; select it last")
-    num_queries = len(rows) * lists.q_block - (short if [last] == rows[-1:].tolist() else 0)
+    last_row, num_missing = lists.num_rows - 1, lists.num_rows * lists.q_block - lists.num_queries
+    if num_missing and last_row in rows[:-1]:
+        raise ValueError(f"rows selects the short last query block, {last_row}, before its end; select it last")
+    num_queries = len(rows) * lists.q_block - (num_missing if [last_row] == rows[-1:].tolist() else 0)
     device = lists.columns.device
     rows = rows.to(device)
-    chosen = (torch.arange(lists.num_groups, device=device)[:, None] * lists.num_rows + rows).flatten()
-    # not by [], which takes twice the time on a host
-    counts = lists.row_starts.diff().index_select(0, chosen)
+    list_index = (torch.arange(lists.num_groups, device=device)[:, None] * lists.num_rows + rows).flatten()
+    # indexing by [] takes twice the time on a host
+    counts = lists.row_starts.diff().index_select(0, list_index)
     row_starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    total, first = int(row_starts[-1]), lists.row_starts.index_select(0, chosen) - row_starts[:-1]
-    place = first.repeat_interleave(counts, output_size=total) + torch.arange(total, device=device)
-    columns, masks = lists.columns.index_select(0, place), None if lists.masks is None else lists.masks.index_select(0, place)
+    total, shift = int(row_starts[-1]), lists.row_starts.index_select(0, list_index) - row_starts[:-1]
+    entry = shift.repeat_interleave(counts, output_size=total) + torch.arange(total, device=device)
+    columns, masks = lists.columns.index_select(0, entry), None if lists.masks is None else lists.masks.index_select(0, entry)
     interval = None
     if lists.interval is not None:
         positions = (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=device)).flatten()[:num_queries]
@@ -154,15 +154,15 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     return replace(lists, num_queries=num_queries, row_starts=row_starts, columns=columns, masks=masks, interval=interval)
 
 
-# blocks whose bits are unpacked at a time, of 9 bytes each
+# this many blocks' bits are unpacked at a time, which takes 9 bytes per block
 _CHUNK = 2**24
 
 
 def bits_of_lists(lists: BlockLists) -> Tensor:
-    """Returns (groups, rows, words) int32: the blocks of which ``lists`` keep any pair."""
+    """Returns (groups, rows, words) int32, bits as in ``kept``: the blocks of which ``lists`` keep any pair."""
     words = -(-lists.num_columns // WORD)
     bits = torch.zeros(lists.num_groups * lists.num_rows * words, dtype=torch.int32, device=lists.columns.device)
-    # no block occurs twice, so the sum is the union
+    # no block occurs twice, so adding its bit sets it
     bits.index_add_(0, lists.row_of_entry * words + lists.columns // WORD, torch.ones_like(lists.columns) << lists.columns % WORD)
     return bits.view(lists.num_groups, lists.num_rows, words)
 
@@ -170,36 +170,37 @@ def bits_of_lists(lists: BlockLists) -> Tensor:
 def lists_of_kept(
     kept: Tensor, pattern: BlockPattern, num_queries: int, num_keys: int, *, is_causal: bool, query_offset: int = 0
 ) -> BlockLists:
-    """Returns lists of the kept blocks of one document, for each batch entry and head in ``kept``, which may be any slice.
-
-    Args:
-        kept: (B, H, rows, words) int32, with at least the rows and words of the document.
-        num_queries: number of queries, counted from the start of the first query block.
-        is_causal: cut blocks by causality, with an interval and with bit masks. Blocks entirely in the future must not be kept.
-        query_offset: position of the first query block, a multiple of its length.
+    """Returns lists of the kept blocks of one document, for each batch entry and head in ``kept``.
 
     It waits for the GPU, to get the lengths of the lists.
+
+    Args:
+        kept: (B, H, rows, words) int32, of any strides, with at least the rows and words of the document.
+        num_queries: number of queries, counted from the start of the first query block.
+        is_causal: causality cuts the blocks that it crosses: the result has both an interval and bit masks. Blocks entirely in the future
+            must not be kept.
+        query_offset: position of the first query block, a multiple of its length.
     """
     q_block, k_block = pattern.q_block, pattern.k_block
     assert query_offset % q_block == 0
     B, H = kept.shape[:2]
-    rows, columns = -(-num_queries // q_block), -(-num_keys // k_block)
-    kept = kept[:, :, :rows, : -(-columns // WORD)]
-    # first query − first key of blocks that causality cuts, keeping some pairs but not all
+    num_rows, num_columns = -(-num_queries // q_block), -(-num_keys // k_block)
+    kept = kept[:, :, :num_rows, : -(-num_columns // WORD)]
+    # every value of (first query − first key) of a block of which causality keeps some pairs but not all
     deltas = range(math.gcd(q_block, k_block) - q_block, k_block - 1, math.gcd(q_block, k_block)) if is_causal else range(0)
-    row_starts = torch.zeros(B * H * rows + 1, dtype=torch.int64, device=kept.device)
-    entries = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
-    masks_of_parts = list(entries)
-    size = max(1, _CHUNK // max(1, columns))
-    for first, part in enumerate(kept.reshape(B * H * rows, kept.shape[3]).split(size)):
-        taken = unpacked(part, columns)
-        row, column = taken.nonzero().unbind(1)
-        row_starts[1 + first * size :][: part.shape[0]] = taken.sum(-1)
-        entries.append(column.to(torch.int32))
+    row_starts = torch.zeros(B * H * num_rows + 1, dtype=torch.int64, device=kept.device)
+    columns_of_parts = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
+    masks_of_parts = list(columns_of_parts)
+    part_rows = max(1, _CHUNK // max(1, num_columns))
+    for index, part in enumerate(kept.reshape(B * H * num_rows, kept.shape[3]).split(part_rows)):
+        is_kept = unpacked(part, num_columns)
+        row, column = is_kept.nonzero().unbind(1)
+        row_starts[1 + index * part_rows :][: part.shape[0]] = is_kept.sum(-1)
+        columns_of_parts.append(column.to(torch.int32))
         if deltas:
-            delta = (row + first * size) % rows * q_block + query_offset - column * k_block
+            delta = (row + index * part_rows) % num_rows * q_block + query_offset - column * k_block
             masks_of_parts.append(torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1).to(torch.int32))
-    checked_total(sum(len(x) for x in entries))
+    checked_total(sum(len(x) for x in columns_of_parts))
     masks = torch.cat(masks_of_parts) if deltas else None
     if masks is not None and not bool((masks >= 0).any()):
         masks = None
@@ -214,7 +215,7 @@ def lists_of_kept(
         num_batch=B,
         num_heads=H,
         row_starts=row_starts.cumsum(0).to(torch.int32),
-        columns=torch.cat(entries),
+        columns=torch.cat(columns_of_parts),
         masks=masks,
         bits=_causal_bits(q_block, k_block, deltas if masks is not None else range(0), kept.device),
         interval=interval,
@@ -224,7 +225,7 @@ def lists_of_kept(
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> Tensor:
-    """Returns (deltas, q_block, k_block / 32) int32: query m keeps key n of its block if n ≤ m + delta."""
+    """Returns the causal mask for each delta, (deltas, q_block, k_block / 32) int32: query m keeps key n of the block if n ≤ m + delta."""
     delta = torch.tensor(list(deltas), dtype=torch.int64).reshape(-1, 1, 1)
     return packed(torch.arange(k_block) <= torch.arange(q_block)[:, None] + delta).to(device)
 
@@ -232,5 +233,6 @@ def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _causal_interval(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns (low, high): each query sees keys [low, high), up to its own position."""
     high = (torch.arange(num_queries, dtype=torch.int32) + (query_offset + 1)).clamp(max=num_keys).to(device)
     return torch.zeros_like(high), high

@@ -1,7 +1,8 @@
 """Triton kernels for block means and for the choice of blocks.
 
-A row's blocks are chosen without sorting. The threshold score that suffices is built bit by bit, highest bit first, by 32 sums over the
-row, which a program holds in registers. Among equal scores, the lower columns win. So exactly the requested number of blocks is kept.
+Rows are query blocks, columns key blocks. A row's columns are chosen without sorting, by a program that holds its scores in registers. The
+program looks for the highest threshold such that the columns at or above it suffice: bit by bit, highest bit first, with a sum over the row
+for each of the 32 bits. Among equal scores, the lower columns win. So exactly the requested number of blocks is kept.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Part
 
-# positions that a program adds up at a time
+# positions that a program of ``_mean_kernel`` adds up at a time
 _TILE = 32
-# columns per warp: 32 registers per thread for their scores
+# columns per warp of ``_choose_kernel``: their scores take 32 registers of each thread
 _WARP_COLUMNS = 1024
+# the limits of int32
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-# above the key of infinity: a NaN is kept and makes the result NaN, as in dense attention
-_NAN_KEY = tl.constexpr(0x7F800001)
+# the order of a NaN, above that of infinity: it is kept and makes the result NaN, as in dense attention
+_NAN_ORDER = tl.constexpr(0x7F800001)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "padding_stride"])
@@ -28,7 +30,8 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
     x, ranges, padding, means, num_rows, num_heads, stride_b, stride_n, stride_h, padding_stride,
     PADDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # heads of the same positions are adjacent in memory
+    """Writes the mean of x (B, N, H, D) over the positions [low, high) of one of ``ranges``, for one head, without padded positions."""
+    # programs of all heads of the same positions follow each other: they are adjacent in memory
     head, row, batch = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads, tl.program_id(1)
     low, high = tl.load(ranges + row), tl.load(ranges + num_rows + row)
     d = tl.arange(0, BLOCK_D)
@@ -50,6 +53,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _has_bit(words, at, column, inside):  # type: ignore[no-untyped-def]
+    """Whether the bit of each column is set in a row of words that starts at words + at; false where not inside."""
     return ((tl.load(words + at + column // 32, mask=inside, other=0) >> (column % 32)) & 1) > 0
 
 
@@ -67,6 +71,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     OWN: tl.constexpr, NEAR: tl.constexpr, ALWAYS: tl.constexpr, WITHIN: tl.constexpr, REAL: tl.constexpr, MASS: tl.constexpr,
     SHARE_BITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Writes the bits of the columns that one row of one batch entry and head keeps. The arguments are those of ``Part`` (``choose_rows``).
+
+    Forced columns are always kept. Candidates are kept by score, until ``need`` is reached: in weights with MASS, else in columns.
+    """
     group, row = tl.program_id(0) // num_rows, tl.program_id(0) % num_rows
     batch, head = group // num_heads, group % num_heads
     column = tl.arange(0, COLUMNS)
@@ -88,35 +96,37 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
     at = (group.to(tl.int64) * num_rows + row) * width + column
     score = tl.load(scores + at, mask=column < num_scored, other=0.0)
-    bits = score.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ _HIGHEST, bits)
-    key = tl.where(score == 0, 0, key)
-    key = tl.where(score != score, _NAN_KEY, key)
-    key = tl.where(candidate, key, _LOWEST)
+    score_bits = score.to(tl.int32, bitcast=True)
+    # the scores as integers of the same order; −0 counts as 0
+    order = tl.where(score_bits < 0, score_bits ^ _HIGHEST, score_bits)
+    order = tl.where(score == 0, 0, order)
+    order = tl.where(score != score, _NAN_ORDER, order)
+    order = tl.where(candidate, order, _LOWEST)
     if MASS:
         weight = tl.load(weights + at, mask=column < num_scored, other=0).to(tl.int64)
-        taken_before = tl.sum(tl.where(forced, weight, 0), 0)
-        total = taken_before + tl.sum(tl.where(candidate, weight, 0), 0)
+        forced_weight = tl.sum(tl.where(forced, weight, 0), 0)
+        total = forced_weight + tl.sum(tl.where(candidate, weight, 0), 0)
         wanted = (total * share + ((1 << SHARE_BITS) - 1)) >> SHARE_BITS
         weight = tl.where(candidate, weight, 0)
-        need = tl.maximum(wanted - taken_before, 0)
+        need = tl.maximum(wanted - forced_weight, 0)
     else:
         weight = candidate.to(tl.int32)
         need = tl.load(budget + batch * budget_stride_b + head * budget_stride_h + row) - tl.sum(forced.to(tl.int32), 0)
         need = tl.minimum(tl.maximum(need, 0), tl.sum(weight, 0))
-    # in unsigned order: the largest threshold such that the scores at or above it suffice
-    limit = tl.zeros((), tl.int32)
+    # built in unsigned order, which flips the sign bit of the orders
+    threshold = tl.zeros((), tl.int32)
     bit = tl.full((), 1, tl.int32)
     for index in range(32):
-        trial = limit | (bit << (31 - index))
-        # keys of non-candidates are all below the threshold, so counting blocks needs no weights in registers
-        reached = key >= (trial ^ _LOWEST)
-        above = tl.sum(tl.where(reached, weight, 0), 0) if MASS else tl.sum(reached.to(tl.int32), 0)
-        limit = tl.where(above >= need, trial, limit)
-    limit ^= _LOWEST
-    need -= tl.sum(tl.where(key > limit, weight, 0), 0)
-    tied = tl.where(key == limit, weight, 0)
-    chosen = (key > limit) | ((key == limit) & (tl.cumsum(tied, 0) - tied < need))
+        trial = threshold | (bit << (31 - index))
+        # other columns are below every threshold tried, so counting candidates needs no weights in registers
+        reached = order >= (trial ^ _LOWEST)
+        found = tl.sum(tl.where(reached, weight, 0), 0) if MASS else tl.sum(reached.to(tl.int32), 0)
+        threshold = tl.where(found >= need, trial, threshold)
+    threshold ^= _LOWEST
+    # what is still needed at the threshold itself, from the lowest columns on
+    need -= tl.sum(tl.where(order > threshold, weight, 0), 0)
+    tied = tl.where(order == threshold, weight, 0)
+    chosen = (order > threshold) | ((order == threshold) & (tl.cumsum(tied, 0) - tied < need))
     taken = (forced | (chosen & candidate)).to(tl.int32) << (column % 32)
     words = tl.sum(tl.reshape(taken, (COLUMNS // 32, 32)), 1)
     word = tl.arange(0, COLUMNS // 32)
@@ -125,7 +135,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 
 def block_means(x: Tensor, ranges: Tensor, padding: Tensor | None = None) -> Tensor:
-    """Same as ``selection.block_means``, reading each position once and in place. x (B, N, H, D) has any strides, the last one 1."""
+    """Computes ``selection.block_means``, reading each position once and in place. The last stride of x (B, N, H, D) must be 1."""
     B, _, H, D = x.shape
     rows = ranges.shape[1]
     means = torch.empty((B, H, rows, D), dtype=torch.float32, device=x.device)
@@ -145,17 +155,26 @@ def block_means(x: Tensor, ranges: Tensor, padding: Tensor | None = None) -> Ten
 
 
 def choose_rows(kept: Tensor, scores: Tensor, weights: Tensor | None, part: Part, num_columns: int, share: int) -> None:
-    """Same as ``selection.choose_rows``. scores float32, weights int32 (B, H, rows, width), contiguous; kept (B, H, rows, words)."""
+    """Does what ``selection.choose_rows`` does.
+
+    Args:
+        kept: (B, H, rows, words) int32, is written; batch and heads must fold into one dimension.
+        scores: (B, H, rows, width) float32, contiguous.
+        weights: (B, H, rows, width) int32, contiguous; None to count blocks.
+        num_columns: columns of the document.
+        share: of the weights' sum, in units of 2**-SHARE_BITS.
+    """
     B, H, rows, width = scores.shape
     assert scores.is_contiguous() and (weights is None or weights.is_contiguous()) and kept.stride(0) == H * kept.stride(1)
     tables = (part.always, part.within, part.real)
-    # all tables must have the same number of words per row
+    # the kernel has one stride for the rows of all tables
     strides = {x.stride(-2) for x in tables if x is not None}
     assert len(strides) <= 1 and all(x is None or x.stride(-1) == 1 for x in tables)
     columns = max(32, triton.next_power_of_2(num_columns))
     head_strides = [0 if x is None or x.shape[0] == 1 else x.stride(0) for x in (part.always, part.within)]
     with torch.cuda.device_of(scores):
         _choose_kernel[(B * H * rows,)](
+            # a tensor that is not read stands for one that is missing
             kept, scores, scores if weights is None else weights, part.own[0], part.own[1], part.scored, part.seen,
             kept if part.budget is None else part.budget, *(kept if x is None else x for x in tables),
             rows, H, width, min(kept.shape[-1], columns // 32), kept.stride(1), kept.stride(2),
