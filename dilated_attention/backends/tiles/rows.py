@@ -69,9 +69,9 @@ def read_segment(rows_ptr, row, offsets_ptr, num_heads, head, q_first, q_last, n
 
 @triton.jit
 def key_parts(i0, last, count, left, right, BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Returns (a, b, c, d): queries i0 … last see keys of [a, b), [b, c) and [c, d); all of them see every key of [b, c).
+    """Returns (begin, full_begin, full_end, end): queries i0 … last see keys in [begin, end) only, and each all of [full_begin, full_end).
 
-    LEFT, RIGHT: whether the window has these bounds (causal: right = 0). Without LEFT the first part is empty.
+    LEFT, RIGHT: whether the window has these bounds (causal: right = 0). Without LEFT, full_begin is begin.
     """
     begin, end, full_begin, full_end = 0, count, 0, count
     if RIGHT:
@@ -285,7 +285,7 @@ class Form(NamedTuple):
         tile_block: positions per block that has a list; a program's tile lies inside one.
         visited_block: positions per block in the lists.
         masks: 0 none · 1 interval · 2 bits.
-        even: whether the sequence fills its last block.
+        even: whether the visited positions fill their last block.
         per_batch, per_head: whether batch entries, and heads, have lists of their own.
         negative: whether the scale is negative: the forward then computes with −q and −scale.
     """
