@@ -70,7 +70,7 @@ def linear_layers(
     """Returns [linear(norm(activation(x))) for each of ``linears``]; with ``activation="swiglu"`` the activation is SiLU(gate) ∘ x. The
     kernels compute norm and activation in float32 and round once; separate layers round after each of them."""
     step = Step(tuple(linears), norm, activation)
-    # the autograd functions have no rules for transforms
+    # the autograd functions have no rules for torch.func's transforms
     worth = not is_transformed() and (torch.is_grad_enabled() or math.prod(x.shape[:-1]) >= _WORTH_ROWS)
     if not (worth and step[1:] != (None, None) and _takes_kernels(x) and _is_formula(x, step, x.shape[-1])):
         if activation is not None:
@@ -263,7 +263,7 @@ def _linear_backward(recipe: Any, saved: Any, parameters: Any, dy: torch.Tensor,
     z, dx, dgate, dnorm = prepare(
         _rows(x), None if gate is None else _rows(gate), scale, shift, stats, dz, activation, norm, dtype, wide, needs_z, narrows
     )
-    # in this dtype dx was written to dz
+    # with dz in this dtype, dx was written to it
     dx = dz if dz is not None and dz.dtype is wide else dx
     dweights = _split(_product(dy.t(), z, parameters[2].dtype), sizes) if needs_z else [None] * count
     del z, dz

@@ -124,7 +124,7 @@ class Wire:
         except RuntimeError as error:
             raise self.broken(opening, "a collective", everyone, error) from error
 
-    def start(self, sent: torch.Tensor, send_counts: list[int], came: torch.Tensor, counts: list[int], what: str) -> Exchange:
+    def start(self, sent: torch.Tensor, send_counts: list[int], came: torch.Tensor, came_counts: list[int], what: str) -> Exchange:
         """Begins an exchange of rows. All ranks that have rows to exchange call it in the same order.
 
         Args:
@@ -132,14 +132,14 @@ class Wire:
             send_counts: how many of these rows each peer gets.
             came: the rows from all peers go here, one peer after the other; contiguous. On a GPU, issue its earlier uses to the current
                 stream before this call.
-            counts: how many rows come from each peer.
+            came_counts: how many rows come from each peer.
             what: which exchange it is, for messages, e.g. ``"forward, heads 1 of 2: K and V"``.
 
         Raises RingError if it cannot begin or an earlier one failed.
         """
         self.session.raise_if_failed()
         group: Any = self._group()
-        peers = tuple(peer for peer, both in enumerate(zip(send_counts, counts, strict=True)) if any(both))
+        peers = tuple(peer for peer, both in enumerate(zip(send_counts, came_counts, strict=True)) if any(both))
         self.number += 1
         exchange = Exchange(self, self.number, what, peers, (sent, came))
         is_watched = self.on_gpu and not torch.cuda.is_current_stream_capturing()
@@ -152,13 +152,13 @@ class Wire:
         action, ranks = "starting", peers
         try:
             if self.on_gpu:
-                work = (self._own_group or group).alltoall_base(came, sent, counts, send_counts)
+                work = (self._own_group or group).alltoall_base(came, sent, came_counts, send_counts)
                 exchange.works.append((work, peers, "waiting for the GPU"))
             else:
                 # the tag depends on all calls so far, so that a message of another call never matches it
                 tag = self.session.checksum & 0x3FFFFFFF
                 for action_text, move, rows, rows_of_peers in (
-                    ("receiving {} from", group.recv, came, counts),
+                    ("receiving {} from", group.recv, came, came_counts),
                     ("sending {} to", group.send, sent, send_counts),
                 ):
                     for peer, part in enumerate(rows.split(rows_of_peers)):

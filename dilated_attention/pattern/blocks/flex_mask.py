@@ -279,5 +279,5 @@ def reads_of(fn: MaskMod) -> tuple[bool, bool]:
             return bool(reads.bits & 1), bool(reads.bits & 2)
         except Exception:  # noqa: BLE001  whatever a user's function raises
             continue
-    # both calls failed, so it may read both
+    # every call failed, so it may read both
     return True, True
