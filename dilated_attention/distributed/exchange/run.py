@@ -43,7 +43,7 @@ HOST_MS = 0.6, 1.7
 
 
 def _wide(lines: torch.Tensor) -> torch.Tensor:
-    """Returns the lines (see ``Step``) viewed as int64 where their size allows it: NCCL carries at most 2³¹ numbers."""
+    """Returns the lines (see ``Step``) viewed as int64 where their size allows it: a library carries at most 2³¹ numbers."""
     return lines.view(torch.int64) if lines.shape[1] * lines.itemsize % 8 == 0 else lines
 
 
