@@ -110,7 +110,7 @@ class RingPass:
                 holdings = zip(tensors, (queries, keys, keys), strict=True)
                 tensors = tuple([x.new_empty((len(x), of.rows, of.heads[1] - of.heads[0], x.shape[3])) for x, of in holdings])
             needs_grad = self.call.settings.needs_grad
-            run.compile_ahead(setup.layers, setup.steps, tensors, self.padding, exchanges=setup.exchanges, needs_grad=needs_grad)
+            run.compile_ahead(setup.terms, setup.steps, tensors, self.padding, exchanges=setup.exchanges, needs_grad=needs_grad)
         return setup
 
     def _move(self, what: str) -> None:
@@ -152,7 +152,7 @@ class RingPass:
         if not self.is_moved:
             self._move("forward")
         setup = self.setup
-        out, lse = run.forward(setup.layers, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
+        out, lse = run.forward(setup.terms, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
         if setup.sharding is not None:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
@@ -173,7 +173,7 @@ class RingPass:
             dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
         wire, rest = self._wire() if setup.exchanges else None, (dout, out, lse, dlse)
-        dq, dk, dv = run.backward(setup.layers, setup.steps, self.masks, self.tensors, rest, wire)
+        dq, dk, dv = run.backward(setup.terms, setup.steps, self.masks, self.tensors, rest, wire)
         if setup.sharding is not None:
             # ranks that share a key/value head each have a contribution to its gradient
             shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size

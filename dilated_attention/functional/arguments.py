@@ -1,5 +1,6 @@
-"""What every public function does: it checks its arguments once, makes the record of the call, and runs it. A call like an earlier one is
-recognized by its arguments and not checked again, except for the masks."""
+"""What every public function does (``attend``): it checks the arguments, makes the record of the call (``CallSettings``), and runs it.
+
+A call like an earlier one is recognized by its arguments. Only what the record does not hold, such as masks, is checked again."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ from dilated_attention.functional.options import Options, bias_tensors, check_bi
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
-# an option that no caller can spell: whether the call, which is returned with its inputs in place of its result, needs gradients
+# an internal option, with a name that is no identifier. With it ``attend`` does not run the call, but returns it with its inputs. Its value
+# says whether the call needs gradients
 RESOLVES = "resolves: needs_grad"
-# the branches of dense attention, with head_offsets="zero": a segment longer than any sequence, which plans clamp
+# dense attention as branches, with head_offsets="zero": one segment longer than any sequence, which plans cut to the sequence
 DENSE = ((MAX_LENGTH,), (1,))
 
 
@@ -43,42 +45,51 @@ def attend(
     window: tuple[int, ...] = (),
     **fixed: Any,
 ) -> Any:
-    """Returns out, or (out, lse), of a call of the public ``function``. ``given``: the caller's options, a dict, which is changed;
-    ``fixed``: of that function; ``branches``: see ``branches_of``; ``op``: that of a sharded call; ``window``: see ``CallSettings``."""
+    """Runs a call of a public function and returns out, or (out, lse).
+
+    Args:
+        function: name of the public function, for messages.
+        given: the options that the caller gave, a dict, which is changed.
+        branches: (segment_lengths, dilation_rates), see ``branches_of``; None for a block pattern alone.
+        blocks: the block pattern; None for branches alone.
+        op: the custom op of a sharded call; None in one process.
+        window: see ``CallSettings``.
+        fixed: further options, which the public function sets.
+    """
     q, k, v = autocast(q, k, v)
     padding, cu_seqlens, sinks = given.pop("key_padding_mask", None), given.pop("cu_seqlens", None), given.pop("sinks", None)
     bias = given.pop("bias", None)
-    # None where the bias is of another type, which is refused below
-    of_bias = () if bias is None else [x for x in (getattr(bias, "slopes", None), getattr(bias, "coordinates", None)) if x is not None]
+    # getattr, since the bias may be of another type, which is refused below
+    bias_inputs = () if bias is None else [x for x in (getattr(bias, "slopes", None), getattr(bias, "coordinates", None)) if x is not None]
     resolves = given.pop(RESOLVES, None)
     group = "" if op is None else group_name_of(given.pop("group", None), given.pop("mesh", None))
     if op is not None and isinstance(fixed["layout"], Layout):
         fixed["layout"] = fixed["layout"].name
-    key, known = None, None
+    key, resolved = None, None
     has_masks = padding is not None or cu_seqlens is not None or sinks is not None or bias is not None
-    eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None], *of_bias] if has_masks else [q, k, v])
+    eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None], *bias_inputs] if has_masks else [q, k, v])
     if eager:
         options_key = _options_key(given, fixed)
-        # the record of a pattern that holds a function or a tensor would keep it alive
+        # not for a pattern that holds a function or a tensor, which the remembered call would keep alive
         if options_key is not None and (blocks is None or not blocks.lives_here):
-            # in one process a record serves calls of all lengths
+            # in one process a resolved call serves all lengths and batch sizes
             sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
-            tensors = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None, getattr(bias, "kind", "")
-            with_grad = needs_grad(q, k, v, sinks, *of_bias) if resolves is None else resolves
-            key = function, branches, blocks, group, window, options_key, sizes, tensors, with_grad
-            known = find(key, q.dtype)
-    if known is None:
+            kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None, getattr(bias, "kind", "")
+            with_grad = needs_grad(q, k, v, sinks, *bias_inputs) if resolves is None else resolves
+            key = function, branches, blocks, group, window, options_key, sizes, kinds, with_grad
+            resolved = find(key, q.dtype)
+    if resolved is None:
         check_names(function, given)
         options = Options(padding, cu_seqlens, sinks, window, bias=bias, group=group, **given, **fixed)
         settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)
         settings = settings if resolves is None else settings._replace(needs_grad=resolves)
         if eager:
-            resolved = resolve_ring if op is not None else resolve if blocks is None else resolve_blocks
-            known = resolved(q, k, padding, settings)
+            resolver = resolve_ring if op is not None else resolve if blocks is None else resolve_blocks
+            resolved = resolver(q, k, padding, settings)
             if key is not None:
-                remember(key, q.dtype, known)
+                remember(key, q.dtype, resolved)
     else:
-        settings = known.settings
+        settings = resolved.settings
         if q.shape[0] != k.shape[0] or k.shape != v.shape or settings.query_offset + q.shape[1] > k.shape[1]:
             check.check_tensors(q, k, v)
             check.check_query_offset(settings.query_offset, q.shape[1], k.shape[1])
@@ -92,52 +103,55 @@ def attend(
     coordinates, slopes = (None, None) if bias is None else bias_tensors(bias, q, k)
     if cu_seqlens is not None:
         cu_seqlens = own_bounds(cu_seqlens, eager=eager)
-    # from torch's default generator: reproducible under manual_seed, and repeated by activation checkpointing
+    # torch's default generator makes the seed reproducible under manual_seed, and activation checkpointing repeats it
     seed = torch.randint(2**62, (), dtype=torch.int64) if settings.dropout_p else None
     chosen = None
     if blocks is not None and blocks.is_chosen:
         chosen = choose_blocks_op(
             q.detach(), k.detach(), padding, cu_seqlens, settings.blocks, settings.is_causal, settings.scale, settings.query_offset
         )
-    if known is None:
+    if resolved is None:
         if op is None:
-            of_blocks = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
-            op = dilated_attention_op if blocks is None else of_blocks
+            block_op = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
+            op = dilated_attention_op if blocks is None else block_op
         out, lse, _ = op(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks, *settings.arguments())
     else:
         if cu_seqlens is not None and op is None:
-            known = known.with_documents(cu_seqlens, k.shape[1], saves=True)
+            resolved = resolved.with_documents(cu_seqlens, k.shape[1], saves=True)
         if resolves is not None:
-            return known, (q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
-        out, lse = known(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
+            return resolved, (q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
+        out, lse = resolved(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
     if not given.get("return_lse"):
         return out
     return out, lse.detach() if settings.detached else lse
 
 
+# the types of options whose equal values mean equal calls
 _PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 
 
 def _options_key(given: dict[str, Any], fixed: dict[str, Any]) -> Hashable:
-    """Returns the options as a part of a call's key. None where equal values do not imply equal calls."""
+    """Returns the options as a part of a call's key; None if equal options do not imply equal calls."""
+    # offsets in lists are the one option that is hashed by its contents
     rows: Any = given.get("head_offsets")
     if type(rows) is list or type(rows) is tuple:
         rows, given = tuple([plain_ints(row) for row in rows]), {**given, "head_offsets": None}
         if None in rows:
             return None
-    # 1 == True would mix up two calls, and a tensor's value may change
+    # with the types, since 1 == True would mix up two calls; a tensor's value may change
     values = (*given.values(), *fixed.values())
     types = tuple(map(type, values))
     return (tuple(given), values, types, rows) if _PLAIN_TYPES.issuperset(types) else None
 
 
 def branches_of(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns both as tuples of integers, which are hashable; they are checked further in ``checked_settings``."""
     lengths = plain_ints(segment_lengths) or as_int_tuple("segment_lengths", segment_lengths)
     return lengths, plain_ints(dilation_rates) or as_int_tuple("dilation_rates", dilation_rates)
 
 
 def plain_ints(values: Any) -> tuple[int, ...] | None:
-    """Returns a list or tuple of plain Python integers, which need no checks, as a tuple; None for anything else."""
+    """Returns a list or tuple of plain Python integers as a tuple; None for anything else, which ``as_int_tuple`` checks."""
     if type(values) is not tuple and type(values) is not list:
         return None
     for value in values:
@@ -161,8 +175,8 @@ def checked_settings(
     if blocks is not None:
         blocks.check_batch(q.shape[0])
     sharding, seq_len = checked_sharding(q, k, options, blocks) if is_sharded else ((), 0)
-    of_branches = options.head_offsets, options.branch_heads, options.tail
-    plain = None if branches is None else checked_branches((*branches, *of_branches), q.shape[2])
+    branch_options = options.head_offsets, options.branch_heads, options.tail
+    checked = None if branches is None else checked_branches((*branches, *branch_options), q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)
     scale = check.check_scale(options.scale, q.shape[3], q.dtype)
@@ -183,7 +197,7 @@ def checked_settings(
         raise ValueError(f"bias is given with softcap {options.softcap}; expected one of them: scores are capped or have a bias")
     registry.check_name(options.backend)
     return CallSettings(
-        branches=plain,
+        branches=checked,
         blocks="" if blocks is None else blocks.spec(),
         window=options.window,
         is_causal=options.is_causal,
@@ -204,17 +218,19 @@ def checked_settings(
 
 
 def place_in(group_name: str) -> tuple[int, int]:
-    """Returns (rank, W) in the named group; (0, 1) for "". It is a constant to torch.compile, which cannot look up a group."""
+    """Returns (rank, W) of this process in the named group; (0, 1) for "". To torch.compile, which cannot look up a group, it is a
+    constant."""
     members = members_named(group_name)
     return members.rank, members.size
 
 
-# what torch.compiler.assume_constant_result does (a test compares them), without the compiler, half of this package's import time
+# what torch.compiler.assume_constant_result does (a test compares them), without importing the compiler, which would be half of this
+# package's import time
 place_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checked_sharding(q: torch.Tensor, k: torch.Tensor, options: Options, blocks: BlockPattern | None) -> tuple[tuple[Any, ...], int]:
-    """Checks what sharded calls have in addition, and returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
+    """Checks the options that sharded calls alone have, and returns ``sharding`` and ``seq_len`` of ``CallSettings``."""
     if blocks is None:
         layout_name(options.layout)
     else:
@@ -247,19 +263,20 @@ def check_ring_blocks(pattern: BlockPattern, layout: Any) -> None:
             "layout is 'striped', which spreads every block over all processes, so that each would need all keys; use 'contiguous', "
             "'zigzag' or balanced_layout(pattern, seq_len, world_size)"
         )
-    # the layouts with a one-word name
+    # of the layouts with a one-word name these two are left
     layout_name(layout, ("contiguous", "zigzag"))
 
 
 def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
-    """``others``: sinks, slopes and whatever else was given in their place, or None."""
+    """Whether the call needs gradients: they are enabled, and an input requires one. ``others``: sinks, slopes and coordinates, or whatever
+    the caller gave as these."""
     if not torch.is_grad_enabled():
         return False
     return q.requires_grad or k.requires_grad or v.requires_grad or any(getattr(x, "requires_grad", False) for x in others)
 
 
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Casts the tensors to the autocast dtype if autocast is enabled."""
+    """Casts floating-point tensors to the autocast dtype, as torch's own functions do, if autocast is enabled; float64 stays."""
     # is_autocast_enabled raises for a device without autocast, such as meta
     if not isinstance(q, torch.Tensor) or q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return q, k, v

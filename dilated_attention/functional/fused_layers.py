@@ -1,14 +1,16 @@
-"""Runs torch's own layers so that a GPU saves little of them for the backward, where the layers are unmodified.
+"""Computes torch's own layers so that on a GPU little of them is saved for the backward.
 
-    y_i = W_i · z + b_i,    z = norm(a),    a = x or act(x) or SiLU(gate) ∘ x;    x + path · dropout(y)
+    linear_layers:  y_i = W_i · z + b_i,  with z = norm(a) and a = x, act(x) or SiLU(gate) ∘ x
+    add_dropped:    x + path · dropout(y)
+    fused_block:    both, for a whole transformer block
 
-Plain layers save x, a, z and, where dtypes differ, copies of them. With the Triton kernels of ``fused_layers_triton.py`` only x (and gate),
-which the attention or the previous layer holds anyway, and two float32 numbers per row are saved; the backward recomputes a and z in the
-pass that needs them. For a float32 residual stream under autocast the normalised rows are saved in 16 bits instead. Of dropout one seed is
-saved instead of a mask. No matrix product is ever computed twice.
+Separate layers save x, a, z and, where dtypes differ, copies of them. With the Triton kernels of ``fused_layers_triton.py`` only x (and
+gate), which the attention or the previous layer holds anyway, and two float32 numbers per row are saved; the backward recomputes a and z.
+For a float32 residual stream under autocast the normalised rows x̂ are saved in 16 bits instead of x. For dropout a seed is saved instead
+of a mask. No matrix product is computed twice.
 
-Everything else calls plain layers: CPUs, float64, transforms of torch.func, and a layer that was replaced, subclassed, parametrised,
-quantised, sharded separately, hooked or moved to another device. The result is the same, but no memory is saved.
+The layers are called as usual on CPUs, in float64, under transforms of torch.func, and if a layer was replaced, subclassed, parametrised,
+quantised, sharded separately, hooked or moved to another device. Then the result is the same, but no memory is saved.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.transforms import dispatched_alike, each, is_eager, is_transformed
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
-# without gradients nothing is saved for a backward, and on short sequences fewer passes over memory gain nothing
+# from this many rows on, kernels are worth it without gradients, where all that they save is passes over memory
 _WORTH_ROWS = 1024
 # the kernels hold a row in registers
 MOST_COLUMNS = 16384
-# the dtypes that autocast casts
+# the dtypes that autocast casts, which are those that the kernels take
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # whether to use the kernels; None: where they run
 _forced: bool | None = None
@@ -43,8 +45,8 @@ _forced: bool | None = None
 
 @contextlib.contextmanager
 def plain_layers(forced: bool | None = False) -> Iterator[None]:
-    """Calls every layer as a normal module, for comparisons: equal within rounding, except which elements dropout drops. ``forced=True``
-    for the opposite, the kernels on any device: fake tensors of a GPU, Triton's interpreter."""
+    """In this context every layer is called as a normal module, for comparisons: results are equal within rounding, except for which
+    elements dropout drops. ``forced=True`` is the opposite: kernels on any device, for fake tensors of a GPU or Triton's interpreter."""
     global _forced
     before, _forced = _forced, forced
     try:
@@ -54,7 +56,7 @@ def plain_layers(forced: bool | None = False) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """Linear layers of one input, and the norm and the activation before them."""
+    """Linear layers with the same input, and the activation and the norm before them."""
 
     linears: tuple[nn.Module, ...]
     norm: nn.Module | None = None
@@ -68,9 +70,9 @@ def linear_layers(
     """Returns [linear(norm(activation(x))) for each of ``linears``]; with ``activation="swiglu"`` the activation is SiLU(gate) ∘ x. The
     kernels compute norm and activation in float32 and round once; separate layers round after each of them."""
     step = Step(tuple(linears), norm, activation)
-    # of these transforms the autograd functions have no rules
+    # the autograd functions have no rules for torch.func's transforms
     worth = not is_transformed() and (torch.is_grad_enabled() or math.prod(x.shape[:-1]) >= _WORTH_ROWS)
-    if not (worth and step[1:] != (None, None) and _takes_kernels(x) and _fit(x, step, x.shape[-1])):
+    if not (worth and step[1:] != (None, None) and _takes_kernels(x) and _is_formula(x, step, x.shape[-1])):
         if activation is not None:
             x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
         x = x if norm is None else norm(x)
@@ -79,18 +81,19 @@ def linear_layers(
     return list(_NormLinear.apply(_recipe(step, x.dtype, compute_dtype(x, parameters[2])), x, gate, *parameters))
 
 
-def _recipe(step: Step, wide: torch.dtype, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns (activation, norm, eps, dtype of the products, narrows), as in ``_NormLinear``, for an input in the dtype ``wide``."""
+def _recipe(step: Step, input_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Returns how to compute a step: (activation, norm, eps, dtype of the products, narrows). ``narrows``: x̂ = (x − mean) / std is saved in
+    that dtype, which is narrower than x's, instead of x."""
     _, norm, activation = step
     kind = "none" if norm is None else "layer" if type(norm) is nn.LayerNorm else "rms"
-    narrows = activation is None and dtype.itemsize < wide.itemsize and torch.is_grad_enabled()
+    narrows = activation is None and dtype.itemsize < input_dtype.itemsize and torch.is_grad_enabled()
     return activation or "none", kind, 0.0 if norm is None else cast(float, norm.eps), dtype, narrows
 
 
 def _parameters(step: Step) -> list[Any]:
-    """Returns the norm's weight and bias, every W_i and every b_i."""
-    modules = (step.norm,), step.linears
-    return [getattr(module, name, None) for group in modules for name in ("weight", "bias") for module in group]
+    """Returns [the norm's weight, its bias, every W_i, every b_i], None for those that do not exist."""
+    groups = (step.norm,), step.linears
+    return [getattr(module, name, None) for group in groups for name in ("weight", "bias") for module in group]
 
 
 def fused_block(
@@ -101,33 +104,35 @@ def fused_block(
         x' = x + path · dropout(step_2(attention(step_1(x)))),    x' + path · dropout(step_4(step_3(x')))
 
     Args:
-        steps: all four; the first has the layers of q, k and v, the others have one each.
-        attend: returns the ``ResolvedCall`` and its inputs for [q, k, v] (M, (H + 2 Hk) D), and whether they need a gradient.
-        dropout, draw_path: of both halves; see ``add_dropped``.
+        steps: the four steps; the first has the layers of q, k and v, the others have one each.
+        attend: takes q, k and v side by side (M, (H + 2 Hk) D), and whether they need a gradient; returns the attention's
+            ``ResolvedCall`` and its inputs.
+        dropout, draw_path: of each half, the latter returns ``path``; see ``add_dropped``.
 
     Returns:
-        The block's output; None without gradients, and where a layer must be called, or the dispatcher must see it.
+        The block's output; None without gradients, and if a layer must be called as a module, or torch's dispatcher must see it.
     """
     up, *gates = steps[2].linears
+    # columns of each step's input
     widths = *x.shape[-1:] * 3, getattr(up, "out_features", 0)
-    if gates or not (torch.is_grad_enabled() and is_eager([x]) and _takes_kernels(x) and all(map(_fit, [x] * 4, steps, widths))):
+    if gates or not (torch.is_grad_enabled() and is_eager([x]) and _takes_kernels(x) and all(map(_is_formula, [x] * 4, steps, widths))):
         return None
     parameters = [parameter for step in steps for parameter in _parameters(step)]
     if len({bias is None for bias in parameters[5:8]}) > 1:
         return None
     dtype = compute_dtype(x, parameters[2])
-    wides = x.dtype, dtype, torch.promote_types(x.dtype, dtype), dtype
-    recipes = [_recipe(step, wide, dtype) for step, wide in zip(steps, wides, strict=True)]
+    input_dtypes = x.dtype, dtype, torch.promote_types(x.dtype, dtype), dtype
+    recipes = [_recipe(step, input_dtype, dtype) for step, input_dtype in zip(steps, input_dtypes, strict=True)]
     return _Block.apply(recipes, attend, dropout, draw_path, x, *parameters)  # type: ignore[no-any-return]
 
 
 def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_path: bool) -> None:
-    """Starts compiling the kernels of a block, but the attention's, and of its backward for a tensor like x on a GPU, which is not read."""
+    """Starts compiling the kernels of a block and of its backward, except for the attention's. x, on a GPU, is not read."""
     if not _takes_kernels(x):
         return
     low, trains = compute_dtype(x, x), torch.is_grad_enabled()
     for step, wide in zip(steps, (x.dtype, low) * 2, strict=True):
-        if _fit(x, step, getattr(step.linears[0], "in_features", 0)):
+        if _is_formula(x, step, getattr(step.linears[0], "in_features", 0)):
             recipe = activation, kind, _, dtype, narrows = _recipe(step, wide, low)
             scale, shift, weight, *_ = _parameters(step)
             rows = torch.empty((1, weight.shape[1]), dtype=wide, device="meta")
@@ -145,10 +150,10 @@ def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_pa
 
 
 def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes x + path · dropout(y), the end of a residual branch; x, y: (B, …), of equal shape.
+    """Returns x + path · dropout(y), the end of a residual branch; x, y: (B, …), of equal shape.
 
-    ``dropout``: p ∈ [0, 1), 0 in evaluation; kept elements are scaled by 1/(1 − p). ``path``: float factors of y, 0 where stochastic depth
-    drops the branch: (B,), one per sample, or (B, N), one per row.
+    ``dropout``: p ∈ [0, 1), 0 in evaluation; kept elements are scaled by 1/(1 − p). ``path``: factors of y, (B,) for samples or (B, N) for
+    rows; 0 where stochastic depth drops the branch.
 
     With the kernels, a hash of an element's index and a seed decides whether it is kept. The seed is drawn from the default generator of
     x's device: it is reproducible under ``manual_seed``, repeated by activation checkpointing, and new in each replay of a CUDA graph. The
@@ -190,23 +195,23 @@ def _has_autocast(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def _fit(x: torch.Tensor, step: Step, K: int) -> bool:
-    """Whether calling these layers, of K columns, is computing their formula."""
+def _is_formula(x: torch.Tensor, step: Step, K: int) -> bool:
+    """Whether calling the step's layers would do no more than compute their formula, on K columns, in a dtype that the kernels take."""
     linears, norm, _ = step
     if K > MOST_COLUMNS or not all([is_lean(linear, nn.Linear) for linear in linears]):  # noqa: C419 - a generator takes longer
         return False
     if norm is not None and not (is_lean(norm, nn.LayerNorm, nn.RMSNorm) and norm.eps is not None and norm.normalized_shape == (K,)):
         return False
     dtypes = _AUTOCAST_DTYPES if _has_autocast(x) else (x.dtype,)
-    return x.dtype in dtypes and all([p is None or _fits(p, x, dtypes) for p in _parameters(step)])  # noqa: C419
+    return x.dtype in dtypes and all([p is None or _is_plain(p, x, dtypes) for p in _parameters(step)])  # noqa: C419
 
 
-def _fits(parameter: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
+def _is_plain(parameter: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
     return type(parameter) in (nn.Parameter, torch.Tensor, FakeTensor) and parameter.dtype in dtypes and parameter.device == x.device
 
 
 def _takes_kernels(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels compute with these tensors: with plain ones, in float32 or less, and where Triton runs."""
+    """Whether the kernels can compute with these tensors: plain ones, in float32, bfloat16 or float16, where Triton runs."""
     if _forced is False or any(type(x) not in (torch.Tensor, nn.Parameter, FakeTensor) or x.dtype not in _AUTOCAST_DTYPES for x in tensors):
         return False
     return _forced is True or all(x.device.type == "cuda" and _has_kernels(x.device) for x in tensors)
@@ -216,7 +221,7 @@ def _has_kernels(device: torch.device) -> bool:
     return has_triton(device)
 
 
-# a constant to torch.compile, which cannot look for packages: see ``functional.arguments.place_in``
+# a constant to torch.compile, which cannot look for packages; see ``functional.arguments.place_in``
 _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -225,7 +230,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_second_derivative() -> None:
-    # a backward has gradients on with create_graph alone
+    # gradients are enabled in a backward only with create_graph=True
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "layers on fused kernels have no second derivative: their backward keeps no graph; leave out create_graph=True, or compute the "
@@ -233,54 +238,55 @@ def _refuse_second_derivative() -> None:
         )
 
 
-def _prepared(recipe: Any, x: torch.Tensor, gate: Any, scale: Any, shift: Any, eager: bool) -> Any:
-    """Returns z, and for the backward: x or x̂, gate, the norm's weight and bias, mean and 1/std."""
+def _step_input(recipe: Any, x: torch.Tensor, gate: Any, scale: Any, shift: Any, eager: bool) -> Any:
+    """Returns z, the input of a step's linear layers, and what to save: x or x̂, gate, the norm's weight and bias, (mean, 1/std)."""
     prepare = _prepare if eager else _prepare_op
     z, stats, normal = prepare(_rows(x), None if gate is None else _rows(gate), scale, shift, *recipe)
     return z, (normal if recipe[-1] else x, gate, scale, shift, stats)
 
 
-def _linear_backward(recipe: Any, saved: Any, parameters: Any, dy: torch.Tensor, of_x: bool, of: Any, eager: bool) -> Any:
-    """Returns the gradients of rows x (M, K), of gate, and of the parameters.
+def _linear_backward(recipe: Any, saved: Any, parameters: Any, dy: torch.Tensor, needs_x: bool, needs: Any, eager: bool) -> Any:
+    """Returns the gradients of rows x (M, K), of gate, and of each parameter of a step.
 
     Args:
-        saved: what ``_prepared`` returns, and the weights.
-        dy: those of all outputs, side by side. One product sums their contributions to dz in its accumulator.
-        of_x, of: whether the gradients of x or gate, and of each parameter, are needed.
+        saved: what ``_step_input`` returns to save, and the weights.
+        dy: the gradients of all outputs, side by side: one product sums their contributions to dz in its accumulator.
+        needs_x, needs: whether the gradients of x or gate, and of each parameter, are needed.
     """
     x, gate, scale, shift, stats, *weights = saved
     activation, norm, _, dtype, narrows = recipe
     count = len(parameters) // 2 - 1
     sizes = [w.shape[0] for w in parameters[2 : 2 + count]]
-    dz = dy @ _joined([weights], dtype)[0] if of_x or any(of[:2]) else None
+    dz = dy @ _concatenated([weights], dtype)[0] if needs_x or any(needs[:2]) else None
     prepare = _prepare_backward if eager else _prepare_backward_op
-    wide, needs_z = torch.float32 if narrows else x.dtype, any(of[2 : 2 + count])
+    wide, needs_z = torch.float32 if narrows else x.dtype, any(needs[2 : 2 + count])
     z, dx, dgate, dnorm = prepare(
         _rows(x), None if gate is None else _rows(gate), scale, shift, stats, dz, activation, norm, dtype, wide, needs_z, narrows
     )
+    # with dz in this dtype, dx was written to it
     dx = dz if dz is not None and dz.dtype is wide else dx
     dweights = _split(_product(dy.t(), z, parameters[2].dtype), sizes) if needs_z else [None] * count
     del z, dz
-    dbiases = _split(dy.sum(0, dtype=torch.float32), sizes) if any(of[2 + count :]) else [None] * count
+    dbiases = _split(dy.sum(0, dtype=torch.float32), sizes) if any(needs[2 + count :]) else [None] * count
     grads = zip((*dnorm, *dweights, *dbiases), parameters, strict=True)
     return dx, dgate, *[None if d is None or p is None else d.to(p.dtype) for d, p in grads]
 
 
 class _NormLinear(torch.autograd.Function):
-    """[W_i · norm(activation(x)) + b_i for each i] of ``recipe`` (activation, norm, eps, dtype of the products, narrows), gate, the norm's
-    weight and bias, every W_i and every b_i. ``narrows``: x̂ = (x − mean) / std is saved in that dtype instead of a wider x."""
+    """[W_i · norm(activation(x)) + b_i for each i]. ``recipe``: see ``_recipe``; ``parameters``: see ``_parameters``."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Any, x: torch.Tensor, gate: Any, *parameters: Any) -> Any:
         ctx.recipe, ctx.parameters = recipe, parameters
+        # the weights are parameters[2:middle], then come the biases
         middle, dtype = len(parameters) // 2 + 1, recipe[3]
         with without_autocast(x):
-            z, saved = _prepared(recipe, x, gate, parameters[0], parameters[1], is_eager([x]))
+            z, saved = _step_input(recipe, x, gate, parameters[0], parameters[1], is_eager([x]))
             weights: Any = parameters[2:middle]
             kept = weights
             if any(w.dtype is not dtype for w in weights):
                 # cast weights are saved for the backward, as autocast saves them; others are not copied, since FSDP frees them in between
-                kept = _joined([weights], dtype)
+                kept = _concatenated([weights], dtype)
                 weights = _split(kept[0], [w.shape[0] for w in weights])
             ys = [F.linear(z, w, None if b is None else b.to(dtype)) for w, b in zip(weights, parameters[middle:], strict=True)]
         ctx.save_for_backward(*saved, *kept)
@@ -291,15 +297,15 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *dys: torch.Tensor) -> Any:
         _refuse_second_derivative()
         x, gate, *_ = saved = ctx.saved_tensors
-        _, of_x, of_gate, *of = ctx.needs_input_grad
+        _, needs_x, needs_gate, *needs = ctx.needs_input_grad
         with without_autocast(x):
             dy = torch.cat([_rows(dy) for dy in dys], -1) if len(dys) > 1 else _rows(dys[0])
-            dx, dgate, *grads = _linear_backward(ctx.recipe, saved, ctx.parameters, dy, of_x or of_gate, of, is_eager([x, *dys]))
+            dx, dgate, *grads = _linear_backward(ctx.recipe, saved, ctx.parameters, dy, needs_x or needs_gate, needs, is_eager([x, *dys]))
         shape = dys[0].shape[:-1]
-        return None, dx.view(*shape, x.shape[-1]) if of_x else None, dgate.view(gate.shape) if of_gate else None, *grads
+        return None, dx.view(*shape, x.shape[-1]) if needs_x else None, dgate.view(gate.shape) if needs_gate else None, *grads
 
 
-# of the parameters of a block's four steps
+# how many parameters each of a block's four steps has
 _COUNTS = (8, 4, 4, 4)
 
 
@@ -308,25 +314,25 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recipes: Any, attend: Any, dropout: float, draw_path: Any, x: torch.Tensor, *parameters: Any) -> torch.Tensor:
-        ctx.recipes, ctx.dropout, ctx.parameters = recipes, dropout, _cut(parameters, _COUNTS)
+        ctx.recipes, ctx.dropout, ctx.parameters = recipes, dropout, _grouped(parameters, _COUNTS)
         dtype = recipes[0][3]
         saved: list[Any] = []
         draws: list[Any] = []
-        # of each step: all weights, all biases
-        parts = [_cut(step[2:], [len(step) // 2 - 1] * 2) for step in ctx.parameters]
+        # of each step: (all weights, all biases)
+        groups = [_grouped(step[2:], [len(step) // 2 - 1] * 2) for step in ctx.parameters]
         with without_autocast(x):
-            joined = _joined([*itertools.chain(*parts)], dtype)
+            joined = _concatenated([*itertools.chain(*groups)], dtype)
 
             def linear(i: int, a: torch.Tensor) -> torch.Tensor:
                 scale, shift, *_ = ctx.parameters[i]
-                z, kept = _prepared(recipes[i], a, None, scale, shift, True)
-                weights, weight = parts[i][0], joined[2 * i]
+                z, kept = _step_input(recipes[i], a, None, scale, shift, True)
+                weights, weight = groups[i][0], joined[2 * i]
                 saved.append((*kept, *(weights if weights[0].dtype is dtype else (weight,))))
                 return F.linear(z, weight, joined[2 * i + 1])
 
             def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
                 draws.append((path := draw_path(), seed := _draw_seed(x, dropout)))
-                return _added(x, y, path, seed, dropout, torch.promote_types(x.dtype, dtype), True)
+                return _summed(x, y, path, seed, dropout, torch.promote_types(x.dtype, dtype), True)
 
             rows = _rows(x)
             call, inputs = attend(linear(0, rows), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
@@ -341,19 +347,19 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
-        *steps, inputs, outputs, draw, last_draw = _cut(ctx.saved_tensors, ctx.lengths)
-        of_x, of = ctx.needs_input_grad[4], _cut(ctx.needs_input_grad[5:], _COUNTS)
-        # of each step's input
-        needed = list(itertools.accumulate(map(any, of[:3]), operator.or_, initial=of_x))
+        *steps, inputs, outputs, draw, last_draw = _grouped(ctx.saved_tensors, ctx.lengths)
+        needs_x, needs = ctx.needs_input_grad[4], _grouped(ctx.needs_input_grad[5:], _COUNTS)
+        # whether the gradient of each step's input is needed
+        needed = list(itertools.accumulate(map(any, needs[:3]), operator.or_, initial=needs_x))
         eager = is_eager([grad, inputs[0]]) and dispatched_alike(grad, inputs[0])
         grads: list[Any] = [[None] * count for count in _COUNTS]
 
         def linear(i: int, dy: torch.Tensor) -> torch.Tensor:
-            dx, _, *grads[i] = _linear_backward(ctx.recipes[i], steps[i], ctx.parameters[i], dy, needed[i], of[i], eager)
+            dx, _, *grads[i] = _linear_backward(ctx.recipes[i], steps[i], ctx.parameters[i], dy, needed[i], needs[i], eager)
             return dx
 
         def dropped(dy: torch.Tensor, path: Any, seed: Any) -> torch.Tensor:
-            return _added(None, dy, path, seed, ctx.dropout, ctx.recipes[0][3], eager)
+            return _summed(None, dy, path, seed, ctx.dropout, ctx.recipes[0][3], eager)
 
         dx = _rows(grad)
         with without_autocast(grad):
@@ -365,14 +371,14 @@ class _Block(torch.autograd.Function):
                 dy = linear(1, dropped(dx, *draw))
             if needed[1]:
                 run = ctx.call.run_backward if eager else ctx.call.backward_op
-                parts = run(dy.view(outputs[0].shape), None, inputs, outputs)[:3]
-                dy = torch.cat([part.flatten(2) for part in parts], -1).flatten(0, 1)
-                del parts
+                dqkv = run(dy.view(outputs[0].shape), None, inputs, outputs)[:3]
+                dy = torch.cat([x.flatten(2) for x in dqkv], -1).flatten(0, 1)
+                del dqkv
                 dy = linear(0, dy)
-        return None, None, None, None, dy.add_(dx).view(grad.shape) if of_x else None, *itertools.chain(*grads)
+        return None, None, None, None, dy.add_(dx).view(grad.shape) if needs_x else None, *itertools.chain(*grads)
 
 
-def _cut(flat: Any, lengths: Any) -> list[Any]:
+def _grouped(flat: Any, lengths: Any) -> list[Any]:
     values = iter(flat)
     return [tuple(itertools.islice(values, length)) for length in lengths]
 
@@ -381,28 +387,28 @@ def _split(x: torch.Tensor, sizes: list[int]) -> Any:
     return (x,) if len(sizes) == 1 else x.split_with_sizes(sizes)
 
 
-def _joined(groups: Any, dtype: torch.dtype) -> list[Any]:
-    """Returns each group's tensors one below the other in ``dtype``, None for a group of None. All are cast in one call."""
-    whole: list[Any] = []
-    narrow: list[Any] = []
-    wider: list[Any] = []
+def _concatenated(groups: Any, dtype: torch.dtype) -> list[Any]:
+    """Returns each group's tensors, concatenated along their rows, in ``dtype``; None for a group of None. All are cast in one call."""
+    results: list[Any] = []
+    sources: list[Any] = []
+    targets: list[Any] = []
     for group in groups:
         one = group[0]
         if one is not None and any([x.dtype is not dtype for x in group]):  # noqa: C419
             sizes = [x.shape[0] for x in group]
             one = one.new_empty((sum(sizes), *one.shape[1:]), dtype=dtype)
-            narrow += _split(one, sizes)
-            wider += group
+            targets += _split(one, sizes)
+            sources += group
         elif len(group) > 1 and one is not None:
             one = torch.cat(list(group))
-        whole.append(one)
-    if wider:
-        torch._foreach_copy_(narrow, wider)
-    return whole
+        results.append(one)
+    if sources:
+        torch._foreach_copy_(targets, sources)
+    return results
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b, on a GPU from the accumulators to float32 without a rounding in between."""
+    """Returns a @ b; on a GPU a float32 result comes from the accumulators, without a rounding to a's dtype."""
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and dtype is torch.float32 and a.dtype is not dtype else a @ b
 
 
@@ -413,23 +419,24 @@ class _AddDropped(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, seed: torch.Tensor | None, path: torch.Tensor | None, dropout: float) -> Any:
         ctx.save_for_backward(seed, path)
         ctx.dropout, ctx.dtypes = dropout, (x.dtype, y.dtype)
-        return _added(x, y, path, seed, dropout, torch.promote_types(x.dtype, y.dtype), is_eager([x, y]))
+        return _summed(x, y, path, seed, dropout, torch.promote_types(x.dtype, y.dtype), is_eager([x, y]))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
         seed, path = ctx.saved_tensors
-        dy = _added(None, grad, path, seed, ctx.dropout, ctx.dtypes[1], is_eager([grad])) if ctx.needs_input_grad[1] else None
+        dy = _summed(None, grad, path, seed, ctx.dropout, ctx.dtypes[1], is_eager([grad])) if ctx.needs_input_grad[1] else None
         return grad.to(ctx.dtypes[0]), dy, None, None, None
 
 
-def _added(x: torch.Tensor | None, y: torch.Tensor, path: Any, seed: Any, dropout: float, dtype: torch.dtype, eager: bool) -> torch.Tensor:
+def _summed(x: torch.Tensor | None, y: torch.Tensor, path: Any, seed: Any, dropout: float, dtype: torch.dtype, eager: bool) -> torch.Tensor:
+    """Returns x (or 0) + path · dropout(y) in ``dtype``, by a kernel unless it is a mere sum."""
     if seed is None and path is None:
         return y.to(dtype) if x is None else x + y
     return (_add_dropped if eager else _add_dropped_op)(x, y, seed, path, dropout, dtype)  # type: ignore[no-any-return]
 
 
-# the kernels with their results, as ops for what traces, compiles or counts calls; called directly, they take less of the host's time
+# allocate results and launch kernels: directly, which takes less host time, or as ops for what traces, compiles or counts calls
 
 
 def _prepare(
@@ -452,8 +459,8 @@ def _prepare_backward(
     x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None, stats: torch.Tensor,
     dz: torch.Tensor | None, activation: str, norm: str, dtype: torch.dtype, wide: torch.dtype, needs_z: bool, is_normal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (z, dx, dgate, gradients of the norm's weight and bias (2, K)) of rows x (M, K); what is not asked for is empty. Where dz (M,
-    K) has dx's dtype ``wide``, dx is empty and written to dz. ``is_normal``: x is x̂."""
+    """Returns (z, dx, dgate, gradients of the norm's weight and bias (2, K)) of rows x (M, K); what is not needed is empty. If dz (M, K)
+    has dx's dtype ``wide``, dx is written to dz, and the dx returned is empty. ``is_normal``: x is x̂."""
     needs_dx, needs_dgate = dz is not None and dz.dtype is not wide, dz is not None and gate is not None
     z = x.new_empty(x.shape if needs_z else (0,), dtype=dtype)
     dx, dgate = x.new_empty(x.shape if needs_dx else (0,), dtype=wide), x.new_empty(x.shape if needs_dgate else (0,))
@@ -485,7 +492,7 @@ def _add_dropped(
 def _op(function: Callable[..., Any], *mutates: str) -> Any:
     op = torch.library.custom_op(f"dilated_attention::{function.__name__[1:]}", function, mutates_args=mutates)
     op.register_fake(function)
-    # a batch of gradients under torch.func.vmap; is_grads_batched, which knows no such rules, fails in the backward of these layers
+    # for batches of gradients under torch.func.vmap; is_grads_batched knows no such rules and fails in the backward of these layers
     op.register_vmap(lambda info, in_dims, *args: each(op, info.batch_size, in_dims, args))
     return op
 

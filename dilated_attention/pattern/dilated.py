@@ -1,4 +1,5 @@
-"""LongNet's dilated pattern: branches of segments and dilation rates, with a position offset per head, and its rule for their lengths."""
+"""LongNet's dilated pattern: its branches, which have a segment length, a dilation rate and an offset for each head, and how many pairs it
+has. ``geometric_branches`` is the paper's rule for choosing branches."""
 
 from __future__ import annotations
 
@@ -26,18 +27,19 @@ from dilated_attention.pattern.checks import (
 )
 
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
+# the offset of a head that does not run a branch
 NOT_IN_BRANCH = -1
-# positions and pairs of segments that are examined to count shared pairs, which takes minutes
+# the most positions and pairs of segments that ``distinct_pairs`` examines; this many take minutes
 _MOST_STEPS = 2**32
 
 
 @dataclass(frozen=True)
 class DilatedPattern(Pattern):
-    """The multiset of keys of dilated attention (LongNet, arXiv 2307.02486, Eq. 3–15).
+    """Which keys each query of dilated attention sees, and how often (LongNet, arXiv 2307.02486, Eq. 3–15).
 
-    Branch b = (w, r) cuts the sequence into segments of w positions (the last may be shorter). In it, head h takes the
-    positions whose index inside their segment is ≡ o_h (mod r). The branch adds 1 to m_h(i, j) if i and j are in the
-    same segment and both are taken. The multiplicities of all branches are summed.
+    Branch b = (w, r) cuts the sequence into segments of w positions (the last may be shorter). In each segment, head h *takes* the
+    positions whose index inside the segment is ≡ o_h (mod r). The multiplicity m_h(i, j) of query i and key j is the number of branches
+    in which both are in the same segment and both are taken.
 
     Args:
         segment_lengths: w of each branch, in positions; w ≥ 1. It need not divide the sequence.
@@ -127,9 +129,10 @@ class DilatedPattern(Pattern):
         num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
         heads = range(num_heads)
         if self.branch_heads == "split":
-            small, larger = divmod(num_heads, self.num_branches)
-            owner = [b for b in range(self.num_branches) for _ in range(small + (b < larger))]
-            return tuple(tuple(b % rate if owner[h] == b else NOT_IN_BRANCH for h in heads) for b, rate in enumerate(self.dilation_rates))
+            rates = self.dilation_rates
+            size, larger_groups = divmod(num_heads, self.num_branches)
+            branch_of = [b for b in range(self.num_branches) for _ in range(size + (b < larger_groups))]
+            return tuple(tuple(b % rate if branch_of[h] == b else NOT_IN_BRANCH for h in heads) for b, rate in enumerate(rates))
         if self.head_offsets == "cyclic":
             return tuple(tuple(h % rate for h in heads) for rate in self.dilation_rates)
         if self.head_offsets == "blocked":
@@ -142,13 +145,13 @@ class DilatedPattern(Pattern):
         return self.head_offsets
 
     def with_branches(self, branches: Sequence[int], num_heads: int) -> DilatedPattern:
-        """Returns a pattern of some branches, for ``num_heads`` heads, which must all run them."""
+        """Returns the pattern of the branches with these indices, for ``num_heads`` heads, all of which must run them."""
         offsets = self.offsets(num_heads)
         lengths, rates = (tuple([row[b] for b in branches]) for row in (self.segment_lengths, self.dilation_rates))
         return DilatedPattern(lengths, rates, tuple([offsets[b] for b in branches]), "all", self.tail)
 
     def with_heads(self, first: int, last: int, num_heads: int) -> DilatedPattern:
-        """Returns the pattern of heads [first, last) of ``num_heads`` alone. It does not exist for heads that run only some branches."""
+        """Returns the pattern of heads [first, last) of ``num_heads``. There is none if heads run different branches."""
         assert self.branch_heads == "all"
         if (first, last) == (0, num_heads):
             return self
@@ -159,7 +162,7 @@ class DilatedPattern(Pattern):
         """Returns z, the number of zero keys that TorchScale's padding adds to a segment with ``num_taken`` taken real positions.
 
         The sequence is padded to a multiple of w' = min(w, N) and each segment to a multiple of r, so every offset of every
-        segment holds ceil(w'/r) positions; those that are not real have score 0 and value 0. Always 0 with ``tail="mask"``.
+        segment has ceil(w'/r) positions. Those that are not real are keys with score 0 and value 0. With ``tail="mask"`` z is 0.
         """
         if self.tail == "mask":
             return 0
@@ -175,10 +178,10 @@ class DilatedPattern(Pattern):
         return mask.mul_(keys <= rows[:, None]) if is_causal else mask
 
     def multiplicities(self, rows: Tensor, keys: Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> Tensor:
-        """Returns the number of branches in which head h pairs a row with a key, (num_heads, rows, keys), for any positions."""
+        """Returns m_h(i, j) as (num_heads, rows, keys) for query positions ``rows`` and key positions ``keys``, which may be any."""
         m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=dtype, device=keys.device)
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
-            # heads outside the branch have offset −1, which matches no position
+            # NOT_IN_BRANCH matches no position
             offset = torch.tensor(offsets, device=keys.device)[:, None]
             row_taken, key_taken = (x % length % rate == offset for x in (rows, keys))
             m += row_taken[:, :, None] & key_taken[:, None, :] & ((rows // length)[:, None] == keys // length)
@@ -188,22 +191,22 @@ class DilatedPattern(Pattern):
         return sum(self.branch_pairs(num_positions, num_heads, is_causal=is_causal))
 
     def branch_pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> tuple[int, ...]:
-        """Returns ``pairs`` for each branch separately."""
+        """Returns ``pairs`` of each branch."""
         n = as_int("num_positions", num_positions, minimum=0, maximum=MAX_LENGTH)
         check_bool("is_causal", is_causal)
 
-        def of_segment(rows: int) -> int:
+        def pairs_of(rows: int) -> int:
             return rows * (rows + 1) // 2 if is_causal else rows * rows
 
         totals = []
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
-            full, rest = divmod(n, length)
-            of_heads = (
-                count * (full * of_segment(taken(length, rate, offset)) + of_segment(taken(rest, rate, offset)))
-                for offset, count in Counter(offsets).items()
+            whole_segments, rest = divmod(n, length)
+            pairs_by_offset = (
+                num_equal_heads * (whole_segments * pairs_of(taken(length, rate, offset)) + pairs_of(taken(rest, rate, offset)))
+                for offset, num_equal_heads in Counter(offsets).items()
                 if offset != NOT_IN_BRANCH
             )
-            totals.append(sum(of_heads))
+            totals.append(sum(pairs_by_offset))
         return tuple(totals)
 
     def keys_per_query(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
@@ -216,22 +219,24 @@ class DilatedPattern(Pattern):
         return distinct / max(num_heads * num_positions**2, 1)
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
-        """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
+        """Returns what ``cell_pairs`` (``pattern/base.py``) does, without a mask, for long sequences."""
         cells, positions = -(-num_positions // cell), torch.arange(num_positions)
         total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
             for offset in sorted(set(offsets) - {NOT_IN_BRANCH}):
-                taken = positions[positions % length % rate == offset]
-                # how many positions of each cell a segment has; float64 counts exactly
-                places, ones = torch.stack([taken // cell, taken // length]), torch.ones(len(taken), dtype=torch.float64)
+                taken_positions = positions[positions % length % rate == offset]
+                # (cells, segments): how many taken positions are in both; float64 counts exactly
+                places = torch.stack([taken_positions // cell, taken_positions // length])
+                ones = torch.ones(len(taken_positions), dtype=torch.float64)
                 with warnings.catch_warnings():
-                    # torch's, that sparse matrices may change
+                    # torch warns that sparse matrices may change
                     warnings.simplefilter("ignore")
                     counts = torch.sparse_coo_tensor(places, ones, (cells, -(-num_positions // length)))
                     pairs = torch.sparse.mm(counts, counts.T).to_dense().long()
                 if is_causal:
-                    own = torch.bincount(places[0], minlength=cells)
-                    pairs = pairs.tril(-1) + ((pairs.diag() + own) // 2).diag()
+                    # a cell on the diagonal has each pair of different positions twice, and each position with itself once
+                    taken_in_cell = torch.bincount(places[0], minlength=cells)
+                    pairs = pairs.tril(-1) + ((pairs.diag() + taken_in_cell) // 2).diag()
                 total[torch.tensor([o == offset for o in offsets])] += pairs
         return total
 
@@ -242,39 +247,44 @@ def taken(length: int, rate: int, offset: int) -> int:
 
 
 def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
-    """Returns the numbers of (head, query, key) triples of multiplicity ≥ 1 and ≥ 2, class by class of positions that are in the same
-    segments of the same branches."""
+    """Returns how many (head, query, key) triples have multiplicity ≥ 1, and how many ≥ 2.
+
+    Positions that a head takes in the same segments of the same branches form a *class*: they see the same keys, so classes are compared
+    and not positions."""
     check_bool("is_causal", is_causal)
-    positions, heads_of = as_int("num_positions", num_positions, minimum=0), Counter(zip(*pattern.offsets(num_heads), strict=True))
+    positions = as_int("num_positions", num_positions, minimum=0)
+    # how many heads have the same offsets in all branches
+    equal_heads = Counter(zip(*pattern.offsets(num_heads), strict=True))
     # where segments of all branches end together, the pattern repeats, and no pair crosses that boundary
     repeats, rest = divmod(positions, period := lcm(*pattern.segment_lengths))
     if positions > period:
-        whole, part = (distinct_pairs(pattern, n, num_heads, is_causal=is_causal) for n in (period, rest))
-        return repeats * whole[0] + part[0], repeats * whole[1] + part[1]
+        of_period, of_rest = (distinct_pairs(pattern, n, num_heads, is_causal=is_causal) for n in (period, rest))
+        return repeats * of_period[0] + of_rest[0], repeats * of_period[1] + of_rest[1]
     segments = sum(-(-positions // length) for length in pattern.segment_lengths)
-    if len(heads_of) * (positions + segments**2) > _MOST_STEPS:
+    if len(equal_heads) * (positions + segments**2) > _MOST_STEPS:
         raise ValueError(
-            f"num_positions is {positions:,}, with {segments:,} segments of {len(heads_of):,} different heads; every two are compared, "
+            f"num_positions is {positions:,}, with {segments:,} segments of {len(equal_heads):,} different heads; every two are compared, "
             f"expected at most 2**{_MOST_STEPS.bit_length() - 1} pairs of them: ask for a shorter sequence, longer segments or fewer heads"
         )
     counts = [0, 0]
-    places = torch.arange(positions)
-    for offsets, num_equal_heads in heads_of.items():
+    indices = torch.arange(positions)
+    for offsets, num_equal_heads in equal_heads.items():
         branches = zip(pattern.branches, offsets, strict=True)
-        taken = [torch.where(places % length % rate == offset, places // length, -1) for (length, rate), offset in branches]
-        # a class's number, branch by branch: torch.unique of whole columns takes 20 times as long
-        number = torch.zeros_like(places)
-        for segment in taken:
-            _, number = torch.unique(number * (positions + 1) + segment + 1, return_inverse=True)
-        sizes = number.bincount()
-        classes = torch.empty(len(taken), len(sizes), dtype=torch.int64)
-        classes[:, number] = torch.stack(taken)
+        # each position's segment in each branch, −1 where it is not taken
+        segments_of = [torch.where(indices % length % rate == offset, indices // length, -1) for (length, rate), offset in branches]
+        # each position's class, branch by branch: torch.unique of whole columns takes 20 times as long
+        class_of = torch.zeros_like(indices)
+        for segment in segments_of:
+            _, class_of = torch.unique(class_of * (positions + 1) + segment + 1, return_inverse=True)
+        sizes = class_of.bincount()
+        classes = torch.empty(len(segments_of), len(sizes), dtype=torch.int64)
+        classes[:, class_of] = torch.stack(segments_of)
         for own, size in zip(classes.T[:, :, None] if positions else (), sizes.tolist(), strict=True):
-            shared = ((own == classes) & (own >= 0)).sum(0)
+            multiplicities = ((own == classes) & (own >= 0)).sum(0)
             for i in range(2):
-                # multiplicities are symmetric, and that of a position with itself is the number of its branches
+                # if causal, a pair is counted in both orders and a position with itself is added once more; the sums are halved below
                 itself = is_causal and int((own >= 0).sum()) > i
-                counts[i] += num_equal_heads * size * (int(sizes[shared > i].sum()) + itself)
+                counts[i] += num_equal_heads * size * (int(sizes[multiplicities > i].sum()) + itself)
     return counts[0] // (1 + is_causal), counts[1] // (1 + is_causal)
 
 
@@ -282,15 +292,15 @@ def geometric_branches(length: int, first: int = 2048, growth: int = 4) -> tuple
     """Returns LongNet's branches for a context (arXiv 2307.02486, section 2.2): w_i = first · growth^i, r_i = w_i // first.
 
     The last segment is the context itself, w = length with r = length // first, so that positions at any distance can see each other. A
-    query that a branch takes has w / r ≈ ``first`` keys in it: exactly ``first`` where w is a multiple of it, else fewer than 2·first. A
-    head takes every r-th position, so a branch costs first / r keys per query and head in the mean (half if causal), and all of them
-    together about first · growth / (growth − 1), 4/3 · first: the same for every context, but for those below 2 · first, whose branches
-    are both dense.
+    query that a branch takes sees w / r keys in it: exactly ``first`` where w is a multiple of it, else fewer than 2·first. A head takes
+    every r-th position, so in the mean a branch costs first / r keys per query and head (half if causal). All branches together cost
+    about first · growth / (growth − 1), which is 4/3 · first by default, whatever the context. A context below 2 · first costs more, since
+    both of its branches are dense.
 
     Args:
         length: positions of the context, ≥ 1.
         first: the shortest segment, which is attended densely, ≥ 1; a shorter context is one dense branch.
-        growth: from one segment to the next, ≥ 2.
+        growth: factor from one segment to the next, ≥ 2.
 
     Returns:
         (segment_lengths, dilation_rates), for ``DilatedPattern`` and everything that takes branches.

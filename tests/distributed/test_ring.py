@@ -273,7 +273,7 @@ def planned(rank: int, world: int, name: str) -> tuple[int, int]:
 
     def ahead(*args: Any, **kwargs: Any) -> None:
         connected[0] = 0
-        assert any(layer.chosen_rows is not None for layer in args[0]) == (name == "crossing")
+        assert any(term.chosen_rows is not None for term in args[0]) == (name == "crossing")
         compile_ahead(*args, **kwargs)
         connected[0] = 1
 

@@ -1,4 +1,4 @@
-"""Determines which processes share a sequence, from a ProcessGroup or one axis of a DeviceMesh."""
+"""Finds the processes that share a sequence: from a ProcessGroup, a DeviceMesh of one axis, or a group's name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Members:
-    """The processes of one sequence, in the order of its shards: their group, None for one process; this process's rank in it; and W, their
-    number."""
+    """The processes that share one sequence. Rank i holds shard i.
+
+    Attributes:
+        group: their group; None if there is one process.
+        rank: this process's rank in the group.
+        size: W, the number of processes.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
@@ -20,7 +25,7 @@ class Members:
 
 
 def members_named(name: str) -> Members:
-    """Returns the members of the group with this name, which is how custom ops refer to a group; "" for one process."""
+    """Returns the members of the group with this name; "" stands for one process. Custom ops get a name, since they cannot take a group."""
     if not name:
         return Members(None, 0, 1)
     if not dist.is_initialized():
@@ -31,10 +36,10 @@ def members_named(name: str) -> Members:
 
 
 def members_of(group_or_mesh: Any) -> Members:
-    """Returns the members, as seen from this process, of a ProcessGroup or a DeviceMesh of one axis; None for all processes, or for this
-    one alone if torch.distributed is not initialised.
+    """Returns the members of a ProcessGroup or of a DeviceMesh of one axis. None stands for all processes; without an initialised
+    torch.distributed, for this one.
 
-    Raises ValueError if this process is not in the group, or the mesh has several axes; TypeError if it is neither a group nor a mesh."""
+    Raises ValueError if this process is not in the group, or the mesh has several axes; TypeError for other types."""
     if group_or_mesh is None and not (dist.is_available() and dist.is_initialized()):
         return Members(None, 0, 1)
     if not dist.is_initialized():
@@ -56,8 +61,8 @@ def members_of(group_or_mesh: Any) -> Members:
 
 
 def group_name_of(group: Any, mesh: Any) -> str:
-    """Returns the name by which the op finds the group again; "" for one process."""
-    # a module looks up its group once and passes its name
+    """Returns the name of the group, for ``members_named``; "" for one process. ``group`` may be such a name: a module looks its group up
+    once and passes the name."""
     if isinstance(group, str):
         return group
     if group is not None and mesh is not None:

@@ -1,5 +1,7 @@
-"""Sends rows from rank to rank without waiting, and raises an error that names the exchange and the peer if they do not arrive. On NCCL an
-exchange is one launch, watched by a thread (session.py); on gloo it is one message per peer, and waiting blocks."""
+"""Exchanges rows between ranks without waiting. If they do not arrive, the error names the exchange and the peer.
+
+On NCCL an exchange is one launch; a thread of the session (``session.py``) watches whether it ends. On gloo it is one message per peer, and
+``wait`` blocks until they have come."""
 
 from __future__ import annotations
 
@@ -22,19 +24,25 @@ from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.session import COLLECT, RingError, Session, first_line, session_of
 from dilated_attention.engine.memory import readable
 
-# every so many exchanges the issuing thread waits for the GPU (before each: 25 µs of a forward of 0.6 ms), so that at most seven are
-# queued, enough to keep it busy. Behind an exchange that never ends it would fill the driver's queue and wait inside the driver, where
-# even the watching thread could not query an event
-EVERY = 4
+# before every fourth exchange the issuing thread waits until the GPU has reached the fourth last one. So at most seven are queued, enough
+# to keep the GPU busy. Otherwise, behind an exchange that never ends, the thread would fill the driver's queue and wait inside the
+# driver, where even the watching thread could not query an event. (Waiting before each exchange took 25 µs of a forward of 0.6 ms)
+WAIT_EVERY = 4
 
 
 @dataclass(eq=False)
 class Exchange:
-    """An exchange in flight, issued by ``thread``. It keeps its tensors alive until ``wait``.
+    """An exchange in flight. It keeps its tensors alive until ``wait``.
 
-    ``works``: (torch's handle, peers, what it does, such as "receiving 3.81 MiB from rank 1"), on gloo of each message, else of all.
-    ``ready``: an event that completes once the exchange can run, None if it could at once; ``since``: time.monotonic() when it was found
-    to be first in line and able to run."""
+    Attributes:
+        number: counted from 1 on the wire; 0 opens the communicator.
+        what: which exchange it is, for messages.
+        peers: the ranks that it exchanges rows with.
+        thread: the thread that issued it.
+        works: (torch's handle, peers, its action, such as "receiving 3.81 MiB from rank 1") of each message on gloo; one of all on NCCL.
+        ready: an event that completes once the exchange can run; None if it can at once.
+        since: time.monotonic() when the exchange was seen to be the first that is not done, and able to run; None before.
+    """
 
     wire: Wire
     number: int
@@ -50,39 +58,43 @@ class Exchange:
         return bool(self.works) and all(work.is_completed() for work, _, _ in self.works)
 
     def wait(self) -> None:
-        """Waits; then received tensors may be read and sent ones reused: by anyone on a CPU, by the current stream on a GPU. Raises
-        RingError if a peer has died, stalled or made a different call; on a GPU, where this does not block, perhaps later."""
+        """Waits until received tensors may be read and sent ones reused. On a GPU only the current stream waits, the host does not.
+
+        Raises RingError if a peer has died, stalled or made a different call; on a GPU perhaps at a later exchange."""
         wire, pending, self.tensors = self.wire, self.tensors, ()
         if not pending:
             return
-        began, wire.waits = time.monotonic(), True
-        for work, peers, act in self.works:
+        began, wire.is_waiting = time.monotonic(), True
+        for work, peers, action in self.works:
             limit = () if wire.on_gpu else (timedelta(seconds=max(wire.timeout - (time.monotonic() - began), 0.001)),)
             try:
                 if not work.wait(*limit):
                     raise RuntimeError("the message was aborted")
             except RuntimeError as error:
-                raise wire.broken(self, act, peers, error, time.monotonic() - began) from error
-        wire.waits = False
+                raise wire.broken(self, action, peers, error, time.monotonic() - began) from error
+        wire.is_waiting = False
         if wire.on_gpu:
             wire.session.raise_if_failed()
 
 
 class Wire:
-    """Exchanges among the two or more ranks of a group, in the same order on all of them; all must make the wire together.
+    """What the ranks of a group, two or more, exchange rows by, on one type of device. All ranks make it together, and start exchanges in
+    the same order.
 
-    On NCCL it has a communicator of its own, of high priority; otherwise an exchange would only begin when the kernel that it should
-    overlap with, which fills all multiprocessors, ends. (On four H200s 64 MiB from each rank slowed a kernel of 12.4 ms down by 0.5 ms,
-    without priority by 1.1 ms.) ``timeout``: seconds that an exchange may take once it can run."""
+    On NCCL it has a communicator of its own with high priority. Without priority an exchange would begin only when the kernel that it
+    should overlap with ends, since that kernel fills all multiprocessors. (On four H200s 64 MiB from each rank slowed a kernel of 12.4 ms
+    down by 0.5 ms, without priority by 1.1 ms.) ``timeout``: seconds that an exchange may take once it can run."""
 
     def __init__(self, group: dist.ProcessGroup, session: Session, device: torch.device, timeout: float) -> None:
         self.session, self.device, self.timeout = session, device, timeout
-        self.on_gpu, self.waits, self.number = device.type == "cuda", False, 0
-        # in order; the issuing thread appends, the watching thread removes
+        # ``is_waiting``: a thread is in ``Exchange.wait``; ``number``: of the last exchange
+        self.on_gpu, self.is_waiting, self.number = device.type == "cuda", False, 0
+        # exchanges on a GPU in order; the issuing thread appends, the watching thread removes
         self.pending: deque[Exchange] = deque()
-        # the group's owner decides how long it lives: a wire must not keep destroyed communicators alive
-        self._shared = weakref.ref(group)
-        self.own: Any = None
+        # weak, since the group's owner decides how long it lives: a wire must not keep destroyed communicators alive
+        self._group = weakref.ref(group)
+        # NCCL's group for this wire alone
+        self._own_group: Any = None
         backend = group._get_backend(device).name()
         if self.on_gpu and backend == "gloo":
             # gloo would treat GPU addresses as CPU addresses
@@ -91,65 +103,71 @@ class Wire:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options.global_ranks_in_group = session.global_ranks
             options.group_name = f"{group.group_name}/keys"  # type: ignore[assignment,unused-ignore]
-            # built directly: ``new_group`` names groups by how many the process has, and ranks may have different numbers of them. With a
-            # connection of its own, since NCCL waits inside it
+            # built directly: ``new_group`` names a group by how many the process has, which may differ between ranks. The store is a clone,
+            # which has a connection of its own, since NCCL waits inside it
             store = PrefixStore("communicator", session.store.clone())
-            self.own = dist.ProcessGroupNCCL(store, session.rank, session.size, options)
+            self._own_group = dist.ProcessGroupNCCL(store, session.rank, session.size, options)
         session.wires[device.type] = self
-        # at exit, torch ends what is left without waiting for ranks that may be gone
+        # not at exit, where torch ends what is left without waiting for ranks that may be gone
         weakref.finalize(group, _close, session).atexit = False
         if not self.on_gpu:
             return
-        # NCCL's communicator, which needs all ranks: one without a first exchange would be missing when the others make it
+        # a first collective makes NCCL's communicator. It needs all ranks, and one may have nothing to exchange in the first exchange
         everyone, number = tuple({*range(session.size)} - {session.rank}), torch.zeros(1, device=device)
         opening = Exchange(self, 0, "opening the communicator", everyone, (number,))
-        # before the call, which blocks
+        # before the call, which blocks, so that the watching thread sees it
         self.pending.append(opening)
         try:
             # not dist.all_reduce, which only accepts registered groups
-            opening.works.append(((self.own or group).allreduce([number]), everyone, "a collective"))
+            opening.works.append(((self._own_group or group).allreduce([number]), everyone, "a collective"))
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise self.broken(opening, "a collective", everyone, error) from error
 
-    def start(self, sent: torch.Tensor, send_counts: list[int], came: torch.Tensor, counts: list[int], what: str) -> Exchange:
-        """Begins an exchange of rows, by peer one after the other: so many of ``sent`` to each, so many into ``came`` from each. All ranks
-        that have rows to exchange call it in the same order. Raises RingError if it cannot begin or an earlier one failed.
+    def start(self, sent: torch.Tensor, send_counts: list[int], came: torch.Tensor, came_counts: list[int], what: str) -> Exchange:
+        """Begins an exchange of rows. All ranks that have rows to exchange call it in the same order.
 
-        Both are contiguous. Do not write to ``sent`` before ``wait``; on a GPU, issue all uses of ``came`` to the current stream before.
-        ``what`` describes the exchange in messages, e.g. ``"forward, heads 1 of 2: K and V"``.
+        Args:
+            sent: the rows for all peers, one peer after the other; contiguous. Do not write to it before ``wait``.
+            send_counts: how many of these rows each peer gets.
+            came: the rows from all peers go here, one peer after the other; contiguous. On a GPU, issue its earlier uses to the current
+                stream before this call.
+            came_counts: how many rows come from each peer.
+            what: which exchange it is, for messages, e.g. ``"forward, heads 1 of 2: K and V"``.
+
+        Raises RingError if it cannot begin or an earlier one failed.
         """
         self.session.raise_if_failed()
-        group: Any = self._shared()
-        peers = tuple(peer for peer, both in enumerate(zip(send_counts, counts, strict=True)) if any(both))
+        group: Any = self._group()
+        peers = tuple(peer for peer, both in enumerate(zip(send_counts, came_counts, strict=True)) if any(both))
         self.number += 1
         exchange = Exchange(self, self.number, what, peers, (sent, came))
         is_watched = self.on_gpu and not torch.cuda.is_current_stream_capturing()
-        if is_watched and self.number % EVERY == 0:
-            # until the GPU has reached the exchange four before this one; the watching thread has removed those that it has seen end
-            for before in list(self.pending)[-EVERY : 1 - EVERY]:
-                while before.ready is not None and not before.ready.query():
+        if is_watched and self.number % WAIT_EVERY == 0:
+            # at most one: the fourth last exchange, unless the watching thread has removed it
+            for earlier in list(self.pending)[-WAIT_EVERY : 1 - WAIT_EVERY]:
+                while earlier.ready is not None and not earlier.ready.query():
                     self.session.raise_if_failed()
                     time.sleep(50e-6)
-        act, ranks = "starting", peers
+        action, ranks = "starting", peers
         try:
             if self.on_gpu:
-                work = (self.own or group).alltoall_base(came, sent, counts, send_counts)
+                work = (self._own_group or group).alltoall_base(came, sent, came_counts, send_counts)
                 exchange.works.append((work, peers, "waiting for the GPU"))
             else:
-                # a tag that depends on all calls so far: a message of another call never matches it
+                # the tag depends on all calls so far, so that a message of another call never matches it
                 tag = self.session.checksum & 0x3FFFFFFF
-                for verb, move, rows, of in (
-                    ("receiving {} from", group.recv, came, counts),
+                for action_text, move, rows, rows_of_peers in (
+                    ("receiving {} from", group.recv, came, came_counts),
                     ("sending {} to", group.send, sent, send_counts),
                 ):
-                    for peer, part in enumerate(rows.split(of)):
+                    for peer, part in enumerate(rows.split(rows_of_peers)):
                         if part.numel():
-                            act, ranks = f"{verb.format(readable(part.nbytes))} {self.session.ranks_text([peer])}", (peer,)
+                            action, ranks = f"{action_text.format(readable(part.nbytes))} {self.session.ranks_text([peer])}", (peer,)
                             # as bytes, which every communication library carries
-                            exchange.works.append((move([part.view(-1).view(torch.uint8)], peer, tag), ranks, act))
+                            exchange.works.append((move([part.view(-1).view(torch.uint8)], peer, tag), ranks, action))
         except RuntimeError as error:
-            raise self.broken(exchange, act, ranks, error) from error
+            raise self.broken(exchange, action, ranks, error) from error
         if is_watched:
             exchange.ready = torch.cuda.Event()
             exchange.ready.record(torch.cuda.current_stream(sent.device))
@@ -157,13 +175,14 @@ class Wire:
         return exchange
 
     def stalled(self) -> tuple[Exchange, str] | None:
-        """Returns the exchange that failed, or could run for longer than the timeout, and what became of it; None if none. One can run once
-        those before it have finished and its inputs are computed, so work queued on the GPU is not a stall. For the watching thread."""
+        """Returns (exchange, what became of it) for one that failed, or that is not done although it could run for longer than the timeout;
+        None if there is none. An exchange can run once those before it are done and its inputs are computed, so work that is queued on the
+        GPU is not a stall. The watching thread calls this."""
         if self.pending:
             # a new thread uses GPU 0, and querying there would create a context that costs memory
             torch.cuda.set_device(self.device)
         while self.pending and (head := self.pending[0]).is_done():
-            # torch calls every exchange of a communicator that has failed completed, and does not let Python read its exception
+            # once a communicator has failed, torch says of each of its exchanges that it is completed, and Python cannot read its exception
             if len(self.pending) == 1 and (end := head.works[0][0].get_future_result()).done() and int(end.value()):
                 return head, "failed: torch logs NCCL's error"
             self.pending.popleft()
@@ -175,24 +194,24 @@ class Wire:
             return None
         return (head, f"is not done {now - head.since:.1f} s after it could run") if now - head.since > self.timeout else None
 
-    def broken(self, exchange: Exchange, act: str, peers: Sequence[int], error: RuntimeError, waited: float = 0.0) -> RingError:
-        """Returns the error of an exchange that torch refused or gave up; the group has failed by then."""
-        # after a timeout the other ranks report soon, too; after a lost connection the peer is known
+    def broken(self, exchange: Exchange, action: str, peers: Sequence[int], error: RuntimeError, waited: float = 0.0) -> RingError:
+        """Marks the group as failed and returns the error to raise, for an exchange that torch refused or gave up."""
+        # after a timeout the other ranks report soon, too, so their reports are collected; after a lost connection the peer is known
         collect = COLLECT if waited >= self.timeout else 0.0
-        trouble = f": {act} failed after {waited:.1f} s: {first_line(error)}"
+        trouble = f": {action} failed after {waited:.1f} s: {first_line(error)}"
         self.session.fail_waiting(exchange.what, exchange.number, peers, trouble, self.timeout, collect)
         return self.session.error()
 
     def abort(self) -> list[threading.Thread]:
-        """Ends everything that waits for a message of this group: its work on the GPU, or a thread on the CPU. Returns the threads that do,
-        because a communicator may not shut down; and one waits for its own kernels, which may be queued behind another's."""
-        group, threads = self._shared(), list[threading.Thread]()
+        """Ends everything that waits for a message of this group: its work on the GPU, or a thread on the CPU. Each communicator is ended
+        by a thread, since that may hang, or wait for kernels that are queued behind the other's. Returns these threads."""
+        group, threads = self._group(), list[threading.Thread]()
         if self.on_gpu:
-            threads = [threading.Thread(target=_abort, args=(one, self.device), daemon=True) for one in (group, self.own)]
+            threads = [threading.Thread(target=_abort, args=(x, self.device), daemon=True) for x in (group, self._own_group)]
             for thread in threads:
                 thread.start()
-        elif self.waits and group is not None and group._get_backend(self.device).name() == "gloo":
-            # gloo ends waits only when one of them times out, here for a tag above all others, which closes the group's connections
+        elif self.is_waiting and group is not None and group._get_backend(self.device).name() == "gloo":
+            # gloo ends waits only when one of them times out, here one for a tag above all others, which closes the group's connections
             with contextlib.suppress(RuntimeError):
                 peer = (self.session.rank + 1) % self.session.size
                 group.recv([torch.empty(1)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
@@ -200,14 +219,14 @@ class Wire:
 
 
 def wire_of(members: Members, timeout: float, device: torch.device) -> Wire | None:
-    """Returns the group's wire for a device; None in one process. All ranks make it together at its first use."""
+    """Returns the group's wire for a device; None for one process. All ranks must call it together the first time."""
     if members.group is None:
         return None
     session = session_of(members, timeout)
     wire = session.wires.get(device.type)
     if wire is None:
         if device.type == "cuda":
-            # otherwise the first exchange would wait for absent ranks, in NCCL with its own timeout and without naming them
+            # otherwise NCCL would wait for absent ranks, until its own timeout and without naming them
             agree(members, {"function": "first exchange on a GPU"}, None, timeout)
         wire = Wire(members.group, session, device, timeout)
     wire.timeout = timeout
@@ -215,15 +234,15 @@ def wire_of(members: Members, timeout: float, device: torch.device) -> Wire | No
 
 
 def _abort(group: Any, device: torch.device) -> None:
-    # best effort: it may be None or half destroyed, and the process ends anyway if the GPU stays stuck
+    # best effort: the group may be None or half destroyed, and the process ends anyway if the GPU stays stuck
     with contextlib.suppress(RuntimeError, AttributeError):
         (group._get_backend(device) if isinstance(group, dist.ProcessGroup) else group).abort()
 
 
 def _close(session: Session) -> None:
-    """Shuts down communicators along with their group, which may be half destroyed: ``destroy_process_group`` does not know about them."""
+    """Shuts down the wires' own communicators, of which ``destroy_process_group`` does not know. They may be half destroyed."""
     for wire in session.wires.values():
         with contextlib.suppress(RuntimeError):
-            if wire.own is not None:
-                (wire.own.shutdown if session.failed is None else wire.own.abort)()
+            if wire._own_group is not None:
+                (wire._own_group.shutdown if session.failed is None else wire._own_group.abort)()
     session.wires.clear()

@@ -1,5 +1,6 @@
-"""What calls on a sharded sequence of the same kind have in common: sharding, steps, and what each of them computes. It follows from what
-all ranks know, in closed form: no rank asks another, and nothing waits for a GPU."""
+"""Prepares a kind of calls on a sharded sequence, once for all of them: which rows and heads each rank has, in which steps keys are
+exchanged, and what is computed in each (``make_setup``). All of this follows from what every rank knows: no rank asks another, and nothing
+waits for a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from dilated_attention.distributed.exchange.blocks import (
     needs_of,
 )
 from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, heads_alike, key_span, needed_keys
-from dilated_attention.distributed.exchange.run import Layer, Part, SparseRows, Tensors, parts_of
+from dilated_attention.distributed.exchange.run import Part, SparseRows, Tensors, Term, parts_of
 from dilated_attention.distributed.exchange.step import Step, make_step
 from dilated_attention.distributed.sharding.layout import Layout, ShardSpec, joined, layout_name, spans
 from dilated_attention.engine.branches.problems import Range
@@ -37,20 +38,21 @@ from dilated_attention.pattern import DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.checks import MAX_RANKS, as_int
 from dilated_attention.validation import check_bool, check_counts
 
-# "ring" and "2d" run as "auto"
+# what ``exchange`` may be, besides "auto"; "ring" and "2d" run as "auto"
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
-# of an H200, and of NCCL between four (docs/ring.md): a half-precision forward, and what is received
+# assumed rates (docs/ring.md): of a half-precision forward on an H200, and of what a rank receives by NCCL among four of them
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 600e12, 300e9
-# of a device's memory, the fraction that the keys of two steps may take
+# the fraction of a device's memory that the keys of two steps may take
 MEMORY_SHARE = 0.25
-# keys arrive in steps of heads where they take longer than this fraction of the arithmetic: at most so many, of so many bytes. Each must
-# have as many seconds of arithmetic as the host takes to issue it: 0.3 ms, and 0.7 ms with lists of blocks
+# keys arrive in several steps if they take longer than STEP_SHARE of the time of the arithmetic: in at most MOST_STEPS, each of at least
+# STEP_BYTES, and with at least as much arithmetic as the host takes to issue the step (by kind of pattern)
 STEP_SHARE, MOST_STEPS, STEP_BYTES = 0.06, 4, 16 * 2**20
 HOST_SECONDS = {"dense": 0.3e-3, "blocks": 0.7e-3}
-# the maximum bytes of the tables and lists of all cached setups; those that ``block_lists`` caches are not counted
+# the most bytes of tables and lists in all cached setups, without those that ``block_lists`` caches, and the most setups
 MAX_CACHED_BYTES, MOST_SETUPS = 2**30, 512
-# keys and values of a rank for which the separation costs as much as it saves. On H200s, host time of two such calls and a merge over one:
-# 0.1 ms forward and 0.3 ms in training; a memory of all ranks' keys of this size is filled in 0.03 ms (benchmarks/results)
+# with fewer bytes of keys and values per rank a call is not separated (``Crossing``), which would cost more than it saves. On H200s two
+# calls and a merge take 0.1 ms more of the host than one, 0.3 ms in training; to fill a memory of all ranks' keys of this size takes
+# 0.03 ms (benchmarks/results)
 SMALL_BYTES = 2**24
 
 
@@ -58,11 +60,12 @@ def head_steps(kind: str, kv_heads: int, brought: float, held: float, seconds: f
     """Returns the number of key/value heads of each step. All ranks must come to the same answer.
 
     Args:
-        kind: of ``HOST_SECONDS``; others take steps for their memory alone.
-        brought, held: bytes of all heads' keys that a rank receives, and that it has in memory, with gradients in training.
-        seconds: of a rank's arithmetic in a forward.
-        memory: bytes of a device.
-        forced: the number of steps; 0 for any.
+        kind: a key of ``HOST_SECONDS``; calls of another kind take several steps only to save memory.
+        brought: bytes that a rank receives of all heads' keys.
+        held: bytes of the keys that a rank would hold at once, in training with their gradients.
+        seconds: time of a rank's arithmetic in a forward.
+        memory: bytes of memory of a device.
+        forced: the number of steps that the caller asks for; 0 for any.
     """
     count = 1
     if kind in HOST_SECONDS and brought / BYTES_PER_SECOND > STEP_SHARE * seconds:
@@ -86,7 +89,7 @@ def dense_steps(
     seq_len: int, size: int, *, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, is_causal: bool,
     needs_grad: bool, memory: int,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Returns the steps of a dense call."""
+    """Returns the number of key/value heads of each step of a dense call."""
     keys = 2 * seq_len * batch * num_kv_heads * head_dim * itemsize
     seconds = 4 * seq_len**2 / (2 if is_causal else 1) / size * num_heads * head_dim * batch / FLOPS_PER_SECOND
     return head_steps("dense", num_kv_heads, keys * (size - 1) / size, keys * (1 + needs_grad), seconds, memory)
@@ -103,23 +106,22 @@ def block_steps(
     needs_grad: bool = False,
     forced: int = 0,
 ) -> tuple[int, ...]:
-    """Returns the steps of a call of a block pattern, with or without branches. ``needed_of``: ``needed_blocks`` of this problem;
-    ``sizes``: batch, head dim and bytes of an element."""
+    """Returns the number of key/value heads of each step of a call of a block pattern, with or without dilated branches. ``needed_of``:
+    ``needed_blocks`` of this problem; ``sizes``: batch, head dim and bytes of an element."""
     batch, head_dim, itemsize = sizes
     kv_heads, ranks = ring_problem.num_kv_heads, range(ring_problem.size)
-    # of a position, all heads; where heads differ, counts of positions are means over them
-    row = 2 * batch * head_dim * itemsize * kv_heads
+    # bytes of K and V at a position, of all heads; where heads need different positions, the counts below are means over heads
+    row_bytes = 2 * batch * head_dim * itemsize * kv_heads
     needed = (needed_of(rank, kv_heads=(0, kv_heads)) for rank in ranks)
     brought = max(x.count([(0, ring_problem.seq_len)]) / x.heads for x in needed)
     held = max(end - start for start, end in (block_span(ring_problem, needs, rank) for rank in ranks))
     pairs = needs.blocks * ring_problem.pattern.q_block * ring_problem.pattern.k_block
     if branches is not None:
         lengths = (end - start for start, end in branches.documents)
-        whole = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
-        pairs += whole / ring_problem.size
-    return head_steps(
-        "blocks", kv_heads, brought * row, held * row * (1 + needs_grad), 4 * batch * head_dim * pairs / FLOPS_PER_SECOND, memory, forced
-    )
+        branch_pairs = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
+        pairs += branch_pairs / ring_problem.size
+    seconds = 4 * batch * head_dim * pairs / FLOPS_PER_SECOND
+    return head_steps("blocks", kv_heads, brought * row_bytes, held * row_bytes * (1 + needs_grad), seconds, memory, forced)
 
 
 def explain_exchange(
@@ -136,8 +138,8 @@ def explain_exchange(
     itemsize: int = 2,
     memory: int = 141 * 10**9,
 ) -> str:
-    """Explains how dense attention over ``size`` processes of one node exchanges its keys, as text to print: in how many steps of heads,
-    how many bytes a process receives in a forward, and what it holds of them at a time.
+    """Explains how dense attention over ``size`` processes of one node exchanges its keys, as text to print: how many key/value heads each
+    step has, how many bytes a process receives in a forward, and how many it holds at a time.
 
     Args:
         seq_len: N, the length of the whole sequence.
@@ -179,8 +181,9 @@ def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: st
 
 
 def exchange_of(name: str, layout: str, size: int, num_heads: int, num_kv_heads: int, *, is_dense: bool, is_causal: bool) -> str:
-    """Returns the exchange that ``name`` stands for. ``"auto"`` divides heads only where contiguous causal shards of a dense call would
-    give the last rank most of the work; elsewhere keys that are needed are fewer bytes or travel while others are computed."""
+    """Returns the exchange that ``name`` stands for. ``"auto"`` divides the heads (``"all_to_all"``) only for dense causal calls on
+    contiguous shards, where the last rank would have most of the work. Elsewhere needed keys are fewer bytes, or travel while others are
+    computed."""
     if name in ("all_gather", "all_to_all"):
         return name
     uneven = is_dense and is_causal and layout == "contiguous" and size > 1
@@ -189,8 +192,13 @@ def exchange_of(name: str, layout: str, size: int, num_heads: int, num_kv_heads:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Holdings of (queries, keys) by rank in the caller's layout (``given``), and during the computation (``used``). ``by_heads``: each
-    rank computes some heads of the whole sequence, so no keys are exchanged."""
+    """What each rank holds, before and during the computation.
+
+    Attributes:
+        given: rows and heads in the caller's layout: (of the queries, rank by rank; of the keys, rank by rank).
+        used: the same during the computation.
+        by_heads: each rank computes some heads of the whole sequence, so no keys are exchanged.
+    """
 
     given: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
     used: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
@@ -221,19 +229,26 @@ def make_sharding_plan(
 
     by_heads = exchange == "all_to_all"
     assert not by_heads or num_heads % size == 0, "some heads would belong to no rank"
-    # kernels cannot process strided rows causally as ranges, so they are put in order first
+    # striped rows are no ranges, which the computation needs, so they are moved into another layout first
     computed = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
     return ShardingPlan(holdings(layout, False), holdings(computed, by_heads), by_heads)
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A rank computes the branches whose segments stay within it by the engine on its own rows, while the keys of those that cross ranks
-    are in flight. These are usually the sparse ones: if all of them take every g-th position of each head, they are a pattern (w/g, r/g) on
-    N/g positions, which is computed as a ring of its own, on every g-th row of each head of a rank's tensors, and merged into the rest.
+    """How a call is separated into branches whose segments stay within ranks and branches that cross ranks.
 
-    The branches that cross ranks (``problem``), on every g-th position (``step``), and those that stay within (``home``), on all
-    positions. ``offsets``: the position, below g, of each query head's first row; ``kv_offsets`` of each key/value head's."""
+    A rank computes the former by the engine on its own rows, while the keys of the latter are in flight. The latter are usually sparse: if
+    all of them take every g-th position of each head, they are a pattern (w/g, r/g) on N/g positions. It is computed as a ring of its own,
+    on every g-th row of each head of a rank's tensors, and merged into the rest.
+
+    Attributes:
+        home: the branches that stay within ranks, on all positions.
+        problem: the branches that cross ranks, on every g-th position.
+        step: g.
+        offsets: the position, below g, of each query head's first row.
+        kv_offsets: the same of each key/value head.
+    """
 
     home: DilatedPattern
     problem: RingProblem
@@ -243,8 +258,8 @@ class Crossing:
 
 
 def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
-    """Returns how a call is separated; None if no branch stays within ranks, none crosses them, those that do are not so sparse, or keys
-    and values, of ``row_bytes`` a position, are so few that the host takes longer to issue two calls."""
+    """Returns how a call is separated; None if it is not: all branches stay within ranks or all cross them, those that cross have no common
+    g > 1, or a rank's keys and values, of ``row_bytes`` a position, have fewer than SMALL_BYTES."""
     pattern, H = problem.pattern, problem.num_heads
     if problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
         return None
@@ -254,49 +269,50 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
         return None
     N, bounds = problem.seq_len, {bound for spans in problem.shards for span in spans for bound in span}
     stays = [all(bound % length == 0 or bound == N for bound in bounds) for length, _ in pattern.branches]
-    others = [b for b, inside in enumerate(stays) if not inside]
+    crossing = [b for b, inside in enumerate(stays) if not inside]
     if all(stays) or not any(stays):
         return None
     # a segment that is longer than the sequence is as good as one of its length
     branches = [(min(length, N), rate) for length, rate in pattern.branches]
-    step = math.gcd(N, *(x for b in others for x in branches[b]), *bounds)
+    step = math.gcd(N, *(x for b in crossing for x in branches[b]), *bounds)
     offsets = pattern.offsets(H)
-    heads = [{offsets[b][h] % step for b in others} for h in range(H)]
+    # the query heads of a key/value head must all take the same one of the g positions
+    first_rows = [{offsets[b][h] % step for b in crossing} for h in range(H)]
     group = H // problem.num_kv_heads
-    of_keys = [set().union(*heads[h : h + group]) for h in range(0, H, group)]
-    if step == 1 or any(len(x) > 1 for x in of_keys):
+    kv_first_rows = [set().union(*first_rows[h : h + group]) for h in range(0, H, group)]
+    if step == 1 or any(len(x) > 1 for x in kv_first_rows):
         return None
-    first = [x.pop() for x in of_keys]
-    firsts = tuple(first[h // group] for h in range(H))
-    rows = tuple(tuple((offsets[b][h] - firsts[h]) // step for h in range(H)) for b in others)
-    lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in others)), strict=True)
+    kv_firsts = tuple([x.pop() for x in kv_first_rows])
+    firsts = tuple(kv_firsts[h // group] for h in range(H))
+    sparse_offsets = tuple(tuple((offsets[b][h] - firsts[h]) // step for h in range(H)) for b in crossing)
+    lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in crossing)), strict=True)
     sparse = RingProblem(
-        DilatedPattern(lengths, rates, rows, "all", pattern.tail),
+        DilatedPattern(lengths, rates, sparse_offsets, "all", pattern.tail),
         ((0, N // step),),
         tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
         *(H, problem.num_kv_heads, problem.is_causal),
     )
     home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
-    return Crossing(home, sparse, step, firsts, tuple(first))
+    return Crossing(home, sparse, step, firsts, kv_firsts)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RingSetup:
-    """What calls of the same kind have in common. It is computed once, because the CPU time delays short calls.
+    """What calls of the same kind have in common. It is made once, since making it takes the host longer than a short call takes.
 
     Args:
+        steps: the steps of the exchange, each of some key/value heads.
         nbytes: bytes of its tables and lists.
-        exchanges: whether any rank sends anything; alike on all ranks.
-        steps: of the exchange, each of some key/value heads.
-        layers: what a pass computes.
-        sharding: which rows and heads each rank has, as given and while it computes; None if they are the same.
+        exchanges: whether any rank sends keys; the same on all ranks.
+        terms: what a pass computes, see ``run.py``.
+        sharding: which rows and heads each rank has; None if these are the same before and during the computation.
         digest: see ``NeededBlocks``.
     """
 
     steps: tuple[Step, ...]
     nbytes: int
     exchanges: bool
-    layers: tuple[Layer, ...]
+    terms: tuple[Term, ...]
     sharding: ShardingPlan | None = None
     digest: str = ""
 
@@ -305,12 +321,13 @@ _setups: dict[Hashable, RingSetup] = {}
 
 
 def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
-    """Returns the setup of calls of this kind; forgets all others where they are too many: those of packed batches are not used again."""
+    """Returns the setup of calls of this kind, and makes it for the first of them. A full cache forgets all other setups, since those of
+    packed batches are not used again."""
     setup = _setups.get(kind)
     if setup is None:
         setup = make()
         # a copy, since threads of other groups may add theirs meanwhile
-        if len(_setups) >= MOST_SETUPS or setup.nbytes + sum(one.nbytes for one in _setups.copy().values()) > MAX_CACHED_BYTES:
+        if len(_setups) >= MOST_SETUPS or setup.nbytes + sum(x.nbytes for x in _setups.copy().values()) > MAX_CACHED_BYTES:
             _setups.clear()
         _setups[kind] = setup
     return setup
@@ -319,7 +336,7 @@ def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
 def check_branches(settings: CallSettings, tensors: Tensors, num_keys: int, *, has_padding: bool) -> None:
     """Raises BackendUnavailable if this rank has no kernels for some pass of dilated or dense attention."""
     for is_backward in (False, True) if settings.needs_grad else (False,):
-        # dout is like q. With the hardware named nothing is compiled: what runs are parts of the call
+        # dout is like q. A plan for named hardware compiles nothing; the whole call is never launched, only its parts are
         views = (*tensors, tensors[0]) if is_backward else tensors
         make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys, hardware=detect(tensors[0].device))
 
@@ -328,7 +345,7 @@ def make_setup(
     members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
 ) -> RingSetup:
     """Makes the setup of calls like this one; raises BackendUnavailable if this rank has no kernels for blocks of some pass."""
-    # who holds what: of each rank its rows and heads while it computes
+    # 1. which rows and heads each rank holds while it computes
     q, k, _ = tensors
     me, size, device, num_heads = members.rank, members.size, k.device, q.shape[2]
     blocks, pattern = pattern_from_spec(settings.blocks) if settings.blocks else None, settings.pattern if settings.branches else None
@@ -338,10 +355,10 @@ def make_setup(
     queries, keys = (sides[me] for sides in sharding.used)
     first, last = queries.heads
     (B, _, _, D), kv_heads = k.shape, keys.heads[1] - keys.heads[0]
-    # like this rank's queries while it computes; it takes no memory
+    # has the shape of this rank's queries while it computes, but takes no memory
     q_like = q.new_empty((1, 1, 1, 1)).expand(B, queries.rows, last - first, D)
-    # a rank that computes some heads of all positions is alone with them. Nothing here holds the group: the setup outlives groups, and
-    # another group may get the same name
+    # with ``by_heads`` a rank needs no other, so the problem is one of a single rank. Nothing here may hold the group: a setup outlives
+    # groups, and another group may get the same name
     ranks, own_index = ((me,), 0) if sharding.by_heads else (range(size), me)
     shards = tuple(sharding.ranges(rank) for rank in ranks)
     common: dict[str, Any] = {"documents": documents, "shards": shards, "num_heads": last - first, "num_kv_heads": kv_heads}
@@ -349,10 +366,10 @@ def make_setup(
     if pattern is not None:
         pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
         problem = RingProblem(pattern, is_causal=settings.is_causal, window=settings.window_sides, **common)
-    # which keys a rank needs, on which it computes, and how many heads a step brings
-    layers, sparse_rows = list[Layer](), None
+    # 2. which keys each rank needs, which span of keys this rank holds, and how many heads a step brings
+    terms, sparse_rows = list[Term](), None
     device_bytes, row_bytes = device_memory(device), 2 * B * D * k.element_size()
-    # heads that run different branches are not divided
+    # heads that run different branches are not divided into steps
     may_divide = len(ranks) > 1 and (pattern is None or pattern.branch_heads == "all")
     steps_of_heads: tuple[int, ...] = (kv_heads,)
     same_rows = pattern is None or heads_alike(pattern, last - first)
@@ -370,13 +387,13 @@ def make_setup(
     else:
         assert problem is not None and pattern is not None
         documents_held = list[BlockPart]()
-        # masks and dropout are by position, and detached mixing needs the outputs of all branches
-        plain = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
-        crossing = crossing_of(problem, row_bytes * kv_heads) if plain and len(ranks) > 1 else None
+        # masks and dropout count all positions, and detached mixing needs the outputs of all branches
+        may_separate = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
+        crossing = crossing_of(problem, row_bytes * kv_heads) if may_separate and len(ranks) > 1 else None
         if crossing is not None:
             at_home = replace(problem, pattern=crossing.home, window=None)
             home = parts_of(at_home, settings, (0, last - first), own_index, None, first)
-            layers, problem = [Layer((home,), q_like, is_home=True)], crossing.problem
+            terms, problem = [Term((home,), q_like, is_home=True)], crossing.problem
             sparse_rows = SparseRows(crossing.step, (crossing.offsets, crossing.kv_offsets), q_like.shape[1], device)
             q_like = q_like[:, :: crossing.step]
         needed_of, span = functools.cache(functools.partial(needed_keys, problem)), key_span(problem, own_index)
@@ -389,14 +406,14 @@ def make_setup(
             steps_of_heads = head_steps(
                 "dilated", kv_heads, 0, problem.seq_len * row_bytes * kv_heads * (1 + settings.needs_grad), 0, device_bytes
             )
-    # what each step brings, and what is computed on it
+    # 3. what each step brings, and what is computed with it
     steps, branch_parts, listed_parts, exchanges = list[Step](), list[tuple[Part, ...]](), list[tuple[BlockPart, ...]](), False
     for index, step_heads in enumerate(heads_of(steps_of_heads)):
         needed = functools.partial(needed_of, kv_heads=step_heads)
         what = f"heads {index + 1} of {len(steps_of_heads)}"
         query_heads = step_heads[0] * (last - first) // kv_heads, step_heads[1] * (last - first) // kv_heads
         if steps and same_rows and steps_of_heads[index] == steps_of_heads[0] and not settings.dropout_p:
-            # the same rows of as many other heads: what is made for the first step, the plans of its parts too, serves this one
+            # this step is the same rows of as many other heads, so it shares all that the first step has, even the plans of its parts
             steps.append(replace(steps[0], what=what, kv_heads=step_heads))
             branch_parts.append(tuple([replace(part, heads=query_heads) for part in branch_parts[0]]))
             listed_parts.append(tuple([replace(part, heads=query_heads) for part in listed_parts[0]]))
@@ -410,15 +427,15 @@ def make_setup(
         for part in listed_parts[-1]:
             check_backends(part, steps[-1], tensors[0], tensors[1], padding is not None)
     if problem is not None:
-        layers.append(Layer(branch_parts, q_like, steps, sparse_rows))
+        terms.append(Term(branch_parts, q_like, steps, sparse_rows))
     if blocks is not None:
-        layers.append(Layer(listed_parts, q_like, steps))
+        terms.append(Term(listed_parts, q_like, steps))
     lists = {id(part.lists): part.lists.nbytes for parts in listed_parts for part in parts}
     return RingSetup(
         steps=tuple(steps),
         nbytes=sum({id(step.sources): step.nbytes for step in steps}.values()) + sum(lists.values()),
         exchanges=exchanges,
-        layers=tuple(layers),
+        terms=tuple(terms),
         sharding=None if sharding.given == sharding.used else sharding,
         digest="" if blocks is None else needs.digest,
     )

@@ -336,7 +336,7 @@ class BlockPattern(Pattern):
         return -(-num_positions // self.q_block) * self.q_block if shares else num_positions
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
-        """Returns ``drawing.cell_pairs`` of a sequence of which no mask is made."""
+        """Returns what ``cell_pairs`` (``pattern/base.py``) does, without a mask, for long sequences."""
         from dilated_attention.pattern.blocks.block_lists import block_pairs
 
         cells = -(-num_positions // cell)

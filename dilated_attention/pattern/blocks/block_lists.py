@@ -1,8 +1,9 @@
-"""Lists of key blocks, in the form that block-sparse kernels read, and how a pattern's are built: each distinct mask is computed once.
+"""Lists of the key blocks that a pattern keeps, in the form that block-sparse kernels read (``BlockLists``), and how they are built
+(``kept_blocks``): each distinct mask is computed once.
 
 The sequence is split into query blocks of ``q_block`` and key blocks of ``k_block`` positions. Each query block keeps some key blocks
-whole and some under a mask of single pairs. The lists are in CSR form: a group's row holds ``columns[row_starts[i] : row_starts[i + 1]]``,
-ascending, with i = group · num_rows + row. A *group* is a (batch entry, head) with its own lists; one list may serve all.
+whole and some under a mask of single pairs. The lists are in CSR form: list i = group · num_rows + row holds the key blocks
+``columns[row_starts[i] : row_starts[i + 1]]``, ascending. A *group* is a (batch entry, head) that has lists of its own; all may share them.
 
 Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block / 8 bytes per *distinct* mask of pairs.
 """
@@ -23,6 +24,7 @@ from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, B
 from dilated_attention.pattern.checks import check_bool
 
 T = TypeVar("T")
+# bits in a word of a mask
 WORD = 32
 # the block sizes that lists may have: (query block, key block)
 BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
@@ -30,18 +32,18 @@ BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """Which key blocks every query block keeps; m = 1 on the kept pairs.
+    """Which key blocks each query block (row) keeps, and under which masks.
 
     Args:
         num_queries, num_keys: positions; the last block of each may be shorter.
-        num_batch, num_heads: 1 where all batch entries (heads) share one list, else their number; their product is the number of groups.
+        num_batch, num_heads: 1 where all batch entries (heads) share lists, else their number; their product is the number of groups.
         row_starts: (num_batch · num_heads · num_rows + 1,) int32.
         columns: (entries,) int32 key blocks, ascending in each row.
         masks: (entries,) int32, −1 where every pair of the block is kept, else the index of its mask in ``bits``; None if all are −1.
         bits: (distinct masks, q_block, k_block / 32) int32: bit n % 32 of word n // 32 of row m is set where query m of the block keeps
             key n. Pairs beyond the end of the sequence may have any bit: kernels check the end themselves. Empty if ``masks`` is None.
-        interval: (low, high), each (num_queries,) int32, if all masks have the form low[i] ≤ j < high[i] for key position j, which some
-            kernels accept instead of bits; else None.
+        interval: (low, high), each (num_queries,) int32, if every mask keeps just the key positions low[i] ≤ j < high[i] of each query i;
+            some kernels take this instead of bits. Else None.
     """
 
     num_queries: int
@@ -59,8 +61,8 @@ class BlockLists:
     num_columns: int = field(init=False)
     num_groups: int = field(init=False)
     num_entries: int = field(init=False)
-    # what backends derive from the lists once, in their own form; under "source" the lists that these have their blocks from: those that
-    # were built on the host, or of a sequence that fills its last block
+    # what backends derive from the lists, each once. "source" is special: other lists with the same blocks, from which these were made: by
+    # a copy from the host (``on``), or for a shorter last block (``of_length``)
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -71,8 +73,8 @@ class BlockLists:
         )  # fmt: skip
 
     def derived(self, key: Hashable, make: Callable[[BlockLists], T], *, by_length: bool = False) -> T:
-        """Returns what ``make`` returns for these lists, which is called once: for their source if they have one, unless it depends on the
-        numbers of positions (``by_length``)."""
+        """Returns ``make(lists)``, computed once. Lists that have a source share what is made for that, moved to their device, unless it
+        depends on the numbers of positions (``by_length``)."""
         if key not in self.cache:
             source = None if by_length else self.cache.get("source")
             self.cache[key] = make(self) if source is None else moved(source.derived(key, make), self.row_starts.device)
@@ -80,14 +82,14 @@ class BlockLists:
         return found
 
     def of_length(self, num_queries: int, num_keys: int) -> BlockLists:
-        """Returns these lists for fewer positions in as many blocks. Blocks may be listed of which no pair is left."""
+        """Returns these lists for fewer positions in as many blocks. Of some listed blocks no pair may be left."""
         interval = None if self.interval is None else (self.interval[0][:num_queries], self.interval[1][:num_queries].clamp(max=num_keys))
         shorter = replace(self, num_queries=num_queries, num_keys=num_keys, interval=interval)
         shorter.cache["source"] = self
         return shorter
 
     def on(self, device: torch.device) -> BlockLists:
-        """Returns these lists of the host on a GPU, without waiting for it."""
+        """Copies these lists from the host to a GPU, without waiting for it."""
         names = ("row_starts", "columns", "masks", "bits", "interval")
         there = replace(self, **dict(zip(names, moved(tuple(getattr(self, name) for name in names), device), strict=True)))
         there.cache["source"] = self
@@ -95,7 +97,7 @@ class BlockLists:
 
     @property
     def mask_kind(self) -> str:
-        """``"none"`` · ``"interval"`` · ``"bits"``: the simplest form of masks that a kernel must support."""
+        """The simplest form of masks that a kernel must support: ``"none"`` · ``"interval"`` · ``"bits"``."""
         if self.masks is None:
             return "none"
         return "interval" if self.interval is not None else "bits"
@@ -107,7 +109,7 @@ class BlockLists:
 
     @cached_property
     def fills_every_row(self) -> bool:
-        """Whether every query certainly keeps a key. Waits for the GPU once."""
+        """Whether every query certainly keeps a key; False if masks leave it open. Waits for the GPU once."""
         source: BlockLists | None = self.cache.get("source")
         return source.fills_every_row if source is not None else self.masks is None and bool((self.row_starts.diff() > 0).all())
 
@@ -126,7 +128,8 @@ class BlockLists:
 
 
 class ColumnLists(NamedTuple):
-    """Query blocks of every key block: rows ``rows[starts[i] : starts[i + 1]]``, ascending, i = group · num_columns + column."""
+    """Which query blocks keep each key block: ``rows[starts[i] : starts[i + 1]]``, ascending, for i = group · num_columns + column.
+    ``masks``: as in ``BlockLists``, in the order of ``rows``."""
 
     starts: Tensor
     rows: Tensor
@@ -143,7 +146,8 @@ def _by_column(lists: BlockLists) -> ColumnLists:
 
 
 def moved(x: Any, device: torch.device) -> Any:
-    """Returns int32 tensors of the host, in tuples, on a GPU: in one copy, from pinned memory, so that nothing waits for it."""
+    """Copies the int32 tensors in x, a tensor or nested tuples, from the host to a GPU: all in one copy from pinned memory, so that nothing
+    waits for it."""
     leaves, form = tree_flatten(x, is_leaf=lambda part: not isinstance(part, tuple))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
@@ -151,7 +155,7 @@ def moved(x: Any, device: torch.device) -> Any:
     if tensors[0].device == device:
         return x
     assert all(tensor.dtype is torch.int32 for tensor in tensors)
-    # kernels are compiled for pointers that are multiples of 16
+    # each tensor begins at a multiple of WORD numbers, since kernels are compiled for pointers that are multiples of 16 bytes
     buffer = torch.cat([torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % WORD)) for tensor in tensors])
     buffer = (buffer.pin_memory() if device.type == "cuda" else buffer).to(device, non_blocking=True)
     parts = iter(buffer.split([-(-tensor.numel() // WORD) * WORD for tensor in tensors]))
@@ -160,7 +164,7 @@ def moved(x: Any, device: torch.device) -> Any:
 
 
 def checked_total(total: int) -> int:
-    """Returns ``total`` entries if kernels can count them (in 32 bits, in quarters of a block); raises otherwise."""
+    """Returns ``total``, the number of entries, if kernels can count them (in 32 bits, in quarters of a block); raises otherwise."""
     if total >= 2**29:
         raise ValueError(
             f"{total} kept blocks over all batch entries and heads; lists count to 2**29 − 1: "
@@ -169,7 +173,7 @@ def checked_total(total: int) -> int:
     return total
 
 
-# blocks listed at once, which bounds the memory of building lists, and at all
+# how many blocks are listed at once, which bounds the memory of building lists, and how many at most
 BLOCKS_AT_ONCE = 2**23
 MOST_BLOCKS = 2**31
 
@@ -178,22 +182,24 @@ def kept_blocks(
     pattern: BlockPattern, num_positions: int, num_heads: int, *, first_query: int = 0, num_queries: int | None = None,
     is_causal: bool = False, device: torch.device | str = "cpu",
 ) -> BlockLists:  # fmt: skip
-    """Returns the lists of queries [first_query, first_query + num_queries). ``first_query`` must begin a block."""
+    """Returns the lists of a pattern for the queries [first_query, first_query + num_queries), to the end by default. ``first_query`` must
+    begin a block."""
     pattern, heads = pattern.resolved(num_positions, num_heads, is_causal)
     num_queries = num_positions - first_query if num_queries is None else num_queries
     assert first_query % pattern.q_block == 0
     rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
     whole = pattern.grid(num_positions, rows, device)
+    # (row starts, columns, masks, bits) of each piece, after the first row start, 0
     pieces: list[tuple[Tensor, ...]] = [(whole.range(0, 1).to(torch.int32),)]
     num_entries = num_masks = 0
-    for grid, some in _parts(pattern, whole, heads):
-        (group, row, column), masks, bits, _ = _masked(pattern, grid, some)
+    for grid, some_heads in _pieces(pattern, whole, heads):
+        (group, row, column), masks, bits, _ = _masked_blocks(pattern, grid, some_heads)
         row = group * grid.num_rows + row - grid.first_row
-        ends = torch.searchsorted(row, grid.range(0, len(some) * grid.num_rows), right=True, out_int32=True)
+        ends = torch.searchsorted(row, grid.range(0, len(some_heads) * grid.num_rows), right=True, out_int32=True)
         masks = torch.where(masks < 0, -1, masks + num_masks) if num_masks else masks
         pieces.append((ends + num_entries, column.to(torch.int32), masks, bits))
         num_entries, num_masks = num_entries + len(masks), num_masks + len(bits)
-    # what is in one piece, as nearly all lists are, is not copied
+    # nearly all lists are one piece, which is not copied
     row_starts = torch.cat([piece[0] for piece in pieces])
     all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in list(zip(*pieces[1:], strict=True))[1:])
     kept = BlockLists(
@@ -209,8 +215,8 @@ def kept_blocks(
 def count_pairs(
     pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
 ) -> int:
-    """Counts the kept pairs of all heads: the sizes of full blocks within the sequence, and the pairs that the masks of the others keep. On
-    a CPU (``device``) lists of a million positions take minutes."""
+    """Counts the kept pairs of all heads, from the sizes of full blocks and the masks of the others. On a CPU (``device``) a million
+    positions take minutes."""
     total = sum(int(pairs.sum()) for *_, pairs in block_pairs(pattern, num_positions, num_heads, is_causal=is_causal, device=device))
     return total if pattern.at(num_positions).per_head else total * num_heads
 
@@ -218,18 +224,20 @@ def count_pairs(
 def block_pairs(
     pattern: BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields (head, row, column, kept pairs) of kept blocks, some at a time; of head 0 alone if the pattern is not ``per_head``."""
+    """Yields (head, row, column, number of kept pairs) of the kept blocks, many at a time; of head 0 alone if the pattern is not
+    ``per_head``."""
     check_bool("is_causal", is_causal)
     pattern, heads = pattern.resolved(num_positions, num_heads, is_causal)
-    for grid, some in _parts(pattern, pattern.grid(num_positions, device=device), heads):
-        (group, row, column), masks, _, pairs_of_mask = _masked(pattern, grid, some)
-        pairs, partial = _sizes(grid, row, column), (masks >= 0).nonzero()[:, 0]
+    for grid, some_heads in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
+        (group, row, column), masks, _, pairs_of_mask = _masked_blocks(pattern, grid, some_heads)
+        # whole blocks keep all their pairs
+        pairs, partial = _pairs_in_blocks(grid, row, column), (masks >= 0).nonzero()[:, 0]
         pairs[partial] = pairs_of_mask[masks[partial]]
-        yield head_of(group, some), row, column, pairs
+        yield head_of(group, some_heads), row, column, pairs
 
 
 def packed(kept: Tensor) -> Tensor:
-    """Packs bool (…, n) into bits, int32 (…, ceil(n / 32)): bit n % 32 of word n // 32."""
+    """Packs bool (…, n) into int32 (…, ceil(n / 32)): entry i is bit i % 32 of word i // 32."""
     kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % WORD))
     shifts = torch.arange(WORD, dtype=torch.int32, device=kept.device)
     return (kept.unflatten(-1, (-1, WORD)).to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
@@ -242,8 +250,9 @@ def unpacked(bits: Tensor, count: int | None = None) -> Tensor:
     return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :count]
 
 
-def _parts(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[tuple[Grid, tuple[int, ...]]]:
-    """Yields everything at once, or head by head in groups of rows if that would take too much memory."""
+def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[tuple[Grid, tuple[int, ...]]]:
+    """Yields (grid of some rows, some heads) to list at once: everything, or if that would take too much memory, each head by groups of
+    rows."""
     per_row = max(pattern.cost(grid), 1.0)
     blocks = per_row * grid.num_rows * len(heads)
     if blocks > MOST_BLOCKS:
@@ -259,30 +268,30 @@ def _parts(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterato
         yield pattern.grid(grid.num_positions, (first, min(first + step, grid.last_row)), grid.device), (head,)
 
 
-def _masked(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor, Tensor]:
-    """Returns the kept blocks of some rows of some heads (group g is head ``heads[g]``), the number of each one's mask (int32, −1 for
-    none), the masks, and how many pairs each of them keeps."""
+def _masked_blocks(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor, Tensor]:
+    """Returns (blocks, masks, bits, pairs): the kept blocks of the grid's rows for some heads (group g is head ``heads[g]``); the index of
+    each one's mask in ``bits``, int32, −1 for none; the distinct masks; and how many pairs each of these keeps."""
     blocks, full, key = pattern.entries(grid, heads)
     partial = (~full).nonzero()[:, 0]
     if not partial.numel():
         bits = torch.zeros((0, grid.q_block, grid.k_block // WORD), dtype=torch.int32, device=grid.device)
         return blocks, torch.full_like(key, -1, dtype=torch.int32), bits, partial
     key = key[partial]
-    # the mask of a short block does not determine the pairs of a whole one
+    # blocks with equal keys have equal masks, except that one at the end may be shorter: it gets a key of its own
     for block, size in zip(blocks[1:], (grid.q_block, grid.k_block), strict=True):
         if grid.num_positions % size:
             key = key * 2 + (block[partial] == grid.num_positions // size)
     different, number = torch.unique(key, return_inverse=True)
-    # the first block with each mask, so that every process takes the same one
+    # compute each mask from the first block that has it, so that every process takes the same block
     chosen = torch.full_like(different, len(full)).scatter_reduce(0, number, partial, "amin")
     group, row, column = (x[chosen] for x in blocks)
-    bits, pairs = _masks(pattern, grid, head_of(group, heads), row, column)
+    bits, pairs = _compute_masks(pattern, grid, head_of(group, heads), row, column)
     masks = torch.full_like(blocks[1], -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
-    # there may be blocks that keep no pair, and masks that keep every pair
-    needed = (pairs > 0) & (pairs < _sizes(grid, row, column))
+    # a mask may turn out to keep no pair, then its blocks are dropped, or every pair, then its blocks need none
+    needed = (pairs > 0) & (pairs < _pairs_in_blocks(grid, row, column))
     if bool(needed.all()):
         return blocks, masks, bits, pairs
-    # the last number is that of blocks without a mask, which −1 refers to
+    # new index of each mask: −2 drops its blocks, −1 is none. The padding behind them keeps −1 at −1
     numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
     masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
     kept = (masks > -2).nonzero()[:, 0]
@@ -290,8 +299,8 @@ def _masked(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[
     return (group, row, column), masks[kept], bits[needed], pairs[needed]
 
 
-def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes (bits, kept pairs) of some blocks from the pattern's definition."""
+def _compute_masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (bits, number of kept pairs) of some blocks, by the pattern's definition ``allowed``."""
     bits, pairs = [], []
     for part in grid.parts(row.shape[0]):
         queries, keys = grid.positions(row[part], column[part])
@@ -302,22 +311,25 @@ def _masks(pattern: BlockPattern, grid: Grid, head: Tensor, row: Tensor, column:
     return torch.cat(bits), torch.cat(pairs)
 
 
-def _sizes(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
-    """Returns the number of pairs of blocks within the sequence."""
+def _pairs_in_blocks(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
+    """Returns how many pairs within the sequence each block has."""
     (first_query, last_query), (first_key, last_key) = grid.queries(row), grid.keys(column)
     return (last_query - first_query + 1) * (last_key - first_key + 1)
 
 
 def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """Returns (low, high) such that every mask keeps exactly its pairs with low[i] ≤ j < high[i]; None if there is no such interval. The
-    tightest candidate is compared with the number of keys that each mask keeps: where one keeps less, so it would of a wider one."""
+    """Returns (low, high) such that every mask keeps just its pairs with low[i] ≤ j < high[i]; None if there are none.
+
+    The candidate for a query is the shortest interval that holds all keys that its masks keep. It fits if it has as many keys in each block
+    as the block's mask keeps. If it does not fit, a longer one does not either."""
     assert kept.masks is not None
     ends = []
     for bits in kept.bits.split(max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))):
+        # of each query in each mask: first kept key, key after the last one, number of kept keys
         keeps = unpacked(bits).to(torch.int8)
         ends.append(torch.stack([keeps.argmax(-1), keeps.shape[-1] - keeps.flip(-1).argmax(-1), keeps.sum(-1)]))
-    first, last, count = torch.cat(ends, 1)
-    if not bool(((last - first == count) | (count == 0)).all()):
+    first, end, count = torch.cat(ends, 1)
+    if not bool(((end - first == count) | (count == 0)).all()):
         return None
     partial = (kept.masks >= 0).nonzero()[:, 0]
     row = torch.searchsorted(kept.row_starts[1:].long(), partial, right=True) % grid.num_rows
@@ -327,14 +339,14 @@ def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
         num_masks = kept.bits.shape[0]
         block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
         row, column = divided(block, grid.num_columns)
-    # of each block, its queries and its first key; there are few: a block is cut by an end of an interval
+    # the queries and the first key of each block. These blocks are few, since only those at an end of an interval have masks
     query, start = row[:, None] * grid.q_block + grid.range(0, grid.q_block), column[:, None] * grid.k_block
-    first, last, count = first[mask], last[mask], count[mask]
+    first, end, count = first[mask], end[mask], count[mask]
     beyond = grid.num_positions + 1
     low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
     high = torch.full_like(low, -1)
     low.scatter_reduce_(0, query.flatten(), torch.where(count == 0, beyond, start + first).flatten(), "amin")
-    high.scatter_reduce_(0, query.flatten(), torch.where(count == 0, -1, start + last).flatten(), "amax")
+    high.scatter_reduce_(0, query.flatten(), torch.where(count == 0, -1, start + end).flatten(), "amax")
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
     inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
     if bool((inside.clamp(min=0) != count).any()):

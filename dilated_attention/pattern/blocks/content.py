@@ -1,4 +1,6 @@
-"""Patterns whose blocks are chosen by content: each forward keeps the blocks of each row whose means score highest."""
+"""Patterns whose blocks are chosen by content, anew in each forward: a query block (row) keeps the key blocks that score highest.
+
+``TopBlocks`` says how to choose, ``ChosenBlocks`` is a choice. ``engine/blocks/selection.py`` computes it."""
 
 from __future__ import annotations
 
@@ -22,36 +24,36 @@ class TopBlocks(BlockPattern):
 
         score_h(r, c) = scale · mean(q_h of row r) · mean(k_h of block c)
 
-    Blocks are chosen per batch entry and query head, without a gradient; attention's gradient flows through the kept blocks. A row keeps
+    Blocks are chosen per batch entry and query head. The choice has no gradient; attention's gradient flows through the kept blocks. A row
+    keeps
 
-    * always its own blocks, the blocks next to them and the first block, unless ``always`` says otherwise; and under causality the blocks
+    * always: its own blocks, the blocks next to them and the first block, unless ``always`` says otherwise; and under causality the blocks
       that some of its queries see only in part (the diagonal). A pretrained model's first tokens hold much of its attention (StreamingLLM,
       arXiv 2309.17453), and most of the rest is near;
-    * of the other blocks that every query of the row may see, those with the highest scores; among equal scores, lower columns first.
+    * then, of the other blocks that every query of the row may see, those with the highest scores; of equal scores, the lower column.
 
-    Every kept block is kept whole, except for causality. ``always`` and ``within`` apply to whole blocks: a block of which they keep any
-    pair is kept (may be chosen) whole. Blocks that hold only padding are never kept.
+    A kept block is kept whole, except for causality. ``always`` and ``within`` apply to whole blocks, too: a block of which ``always``
+    keeps any pair is kept whole, one of which ``within`` keeps any pair may be chosen. Blocks that hold only padding are never kept.
 
     Args:
-        blocks: number of blocks that a row keeps, including those it always keeps; fewer only if no more exist. Where nothing later may
-            change a choice (causality with ``queries="before"``), a last row that lacks queries counts as complete: with the block of the
-            diagonal that its further queries would add, which is there if query blocks are longer than key blocks.
-        density: alternatively, the fraction of blocks to keep: of those with a key that is not padding and, under causality, of those that
-            the row sees (a last row counts as for ``blocks``). It is rounded up and at least 1 block.
+        blocks: number of blocks that a row keeps, including those it always keeps; fewer only if no more exist. A shorter last row is
+            treated as a complete one where later positions may not change a choice (causality with ``queries="before"``): a block of the
+            diagonal that only its missing queries would see counts, too. There is one only if query blocks are longer than key blocks.
+        density: alternatively, the fraction of blocks to keep, rounded up, at least 1 block. It is a fraction of the blocks with a key that
+            is not padding, under causality of those among them that the row sees (for a last row as for ``blocks``).
         mass: alternatively, keep the fewest blocks whose softmax of scores sums to this (XAttention, arXiv 2503.16428, with means instead
             of antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole. Blocks that are
             always kept count first. Weights below 2^-25 of a row's largest count as 0.
         always: a static pattern of blocks that are always kept; None for the row's own positions, as far as ``within`` keeps them.
-        near: always keep the row's own blocks, one block before them (without causality also one behind them) and the first block with a
-            key that is not padding, too, as far as ``within`` keeps them. None: only if ``always`` is None.
-        within: a static pattern; other blocks are kept only if they are in ``always``. None for all.
+        near: whether to always keep these blocks, too, as far as ``within`` keeps them: the row's own, one before them (without causality
+            also one behind them), and the first with a key that is not padding. None: only if ``always`` is None.
+        within: a static pattern; blocks outside it are kept only if they are in ``always``. None for all.
         pool: how a block is summarized: ``"mean"``, over the positions that exist (for keys, those that are not padding).
-        queries: ``"block"``: a row is scored by its own queries, which under causality lets a query see the choice of up to q_block − 1
-            later ones: for prefill, not for training · ``"before"``: by the q_block queries up to and including its first one, so that
-            nothing after a position changes it · None: ``"before"`` under causality, else ``"block"``.
+        queries: which queries score a row. ``"block"``: its own; under causality a query then sees a choice that up to q_block − 1 later
+            ones influence: for prefill, not for training · ``"before"``: the q_block queries up to and including the row's first one, so
+            that nothing after a position changes its output · None: ``"before"`` under causality, else ``"block"``.
 
-    Each packed document (``cu_seqlens``) is treated as a separate sequence. ``static | TopBlocks`` and ``TopBlocks & static`` are again
-    ``TopBlocks``.
+    Each packed document (``cu_seqlens``) is a sequence of its own. ``|`` and ``&`` with a static pattern return ``TopBlocks`` again.
 
     Differs from MoBA: query blocks choose, not single queries. ``dense_mask`` and ``show`` need tensors: see ``choose``.
     """
@@ -81,7 +83,7 @@ class TopBlocks(BlockPattern):
         queries: str | None = None,
         block_size: int | tuple[int, int] = 128,
     ) -> None:
-        # assigned explicitly, since ``density`` is also the name of a method
+        # the field is called ``share``, since ``density`` is also the name of a method
         near = always is None if near is None else near
         self._set(blocks=blocks, share=density, mass=mass, always=always, within=within, near=near, pool=pool, queries=queries)
         self._set(block_size=block_size)
@@ -154,12 +156,12 @@ class TopBlocks(BlockPattern):
         if name == "Intersection":
             return self._with(None if always is None else always & other, other if self.within is None else self.within & other)
         if always is None and not self.near:
-            # the row's own blocks are those on the diagonal
+            # ``always=None`` meant the row's own positions, so the union must name them
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within
         return self._with(other if always is None else always | other, self.within)
 
-    # of a static pattern with this one: | and & are the same both ways
+    # for static | TopBlocks and static & TopBlocks, which are the same as the other way round
     __ror__, __rand__ = BlockPattern.__or__, BlockPattern.__and__
 
     def choose(
@@ -194,12 +196,12 @@ class TopBlocks(BlockPattern):
         """Returns the number of kept (head, query, key) triples, if it does not depend on the choice.
 
         Raises:
-            ValueError: it does: with ``mass``, ``always`` or ``within``, or because a shorter last block may be chosen or not.
+            ValueError: it depends on the choice: with ``mass``, ``always`` or ``within``, or if a shorter last block may be chosen or not.
         """
         self.resolved(num_positions, num_heads)
         if self.mass is not None or self.always is not None or self.within is not None:
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
-        # any tensors keep as many, these those of the lowest numbers
+        # all tensors keep as many pairs; with zeros all scores are equal, so the lower columns are kept
         q = torch.zeros(1, num_positions, 1, 1)
         pairs = self.choose(q, q, is_causal=is_causal).pairs(num_positions, is_causal=is_causal)
         if not is_causal and num_positions % self.k_block and pairs < num_positions**2:
@@ -222,14 +224,14 @@ class TopBlocks(BlockPattern):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChosenBlocks(BlockTable):
-    """The blocks that ``TopBlocks.choose`` chose, each kept whole, for the same number of heads and positions as its tensors had.
+    """The blocks that ``TopBlocks.choose`` chose, each kept whole, for as many heads and positions as its tensors had.
 
-    ``chosen[b]`` is the pattern of one batch entry. If there are several, every other method needs that first.
+    With several batch entries, take the pattern of one, ``chosen[b]``, before calling any other method.
 
     Args:
         kept: (B, H, rows, words) int32: bit c % 32 of word c // 32 of row r is set where query block first_row + r keeps key block c.
         num_positions: N of the key sequence.
-        first_row: query block of the first row.
+        first_row: which query block the first row is.
     """
 
     kept: Tensor
@@ -271,5 +273,6 @@ class ChosenBlocks(BlockTable):
 
 
 def share_of(density: float, existing: Tensor) -> Tensor:
-    """Returns ceil(density · existing), at least 1. A value less than a billionth above an integer counts as the integer: 0.1 · 30 is 3."""
+    """Returns ceil(density · existing), at least 1. A product less than a billionth above an integer counts as that integer: 0.1 · 30
+    is 3."""
     return (existing.double() * density - 1e-9).ceil().clamp(min=1).to(existing.dtype)

@@ -1,4 +1,5 @@
-"""Patterns as FlexAttention has them: defined by a Python function of single pairs, and converted to and from its BlockMask."""
+"""Patterns in FlexAttention's form: from and to its BlockMask (``from_block_mask``, ``to_block_mask``), and defined by a function of single
+pairs (``MaskFunction``)."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
 
     Args:
         block_mask: must be for a single sequence with as many queries as keys, and with block sizes that are multiples of 64. Larger
-            blocks are cut into blocks of 128 or 64. If it has one list for all heads, and ``mask_mod`` reads the head, the list is that of
-            head 0, as ``create_block_mask(mask_mod, None, None, …)`` makes it: then ``mask_mod`` alone says what every head keeps. Where
-            the list keeps other blocks than ``mask_mod`` does for head 0, it holds for all heads. Tensors that it reads must not change
-            afterwards, nor, on a GPU, the BlockMask's tables where torch does not see it (``.data``, dlpack).
+            blocks are cut into blocks of 128 or 64. It may have one list for all heads and a ``mask_mod`` that reads the head: if the list
+            is that of head 0, as ``create_block_mask(mask_mod, None, None, …)`` makes it, ``mask_mod`` alone says what every head keeps;
+            any other list holds for all heads. Tensors that ``mask_mod`` reads must not change afterwards, nor, on a GPU, the BlockMask's
+            tables where torch does not see it (``.data``, dlpack).
         batch: index of the batch entry, which the pattern then keeps for a whole batch; may be omitted if there is only one. If
             ``mask_mod`` then reads the batch entry, attention takes one entry only.
 
@@ -60,13 +61,13 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
     def table(counts: Tensor, indices: Tensor) -> BlockTensor:
         counts, indices, columns = counts[chosen], indices[chosen].long(), -(-num_keys // sizes[1])
         kept = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
-        kept = kept.scatter_(-1, torch.where(_listed(counts, indices), indices, columns), True)[..., :columns]
+        kept = kept.scatter_(-1, torch.where(_is_listed(counts, indices), indices, columns), True)[..., :columns]
         kept = kept.repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
         return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=(q_block, k_block))
 
     mask_mod: MaskMod = block_mask.mask_mod
     if batch is not None:
-        # patterns have no batch dimension: their functions are called with entry 0
+        # patterns have no batch dimension and call their functions with entry 0
         def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return block_mask.mask_mod(torch.full_like(batch, chosen), head, q_idx, kv_idx)
 
@@ -76,16 +77,16 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
         assert block_mask.full_kv_indices is not None
         full = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     if masked.per_head and not partial.per_head and _are_of_head_0(masked, partial, full, num_keys, sizes):
-        # every block; the table still says of how many positions
+        # the table lists every block, so mask_mod alone decides; it is kept because it fixes the number of positions
         partial, full = replace(partial, mask=torch.ones_like(partial.mask)), None
     pattern = partial & masked
     return pattern if full is None else full | pattern
 
 
 def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
-    """Refuses a BlockMask that lists other blocks than its sequence has, as slices do."""
+    """Refuses a BlockMask whose lists are not those of its whole sequence, such as a slice of one."""
     shape = tuple(block_mask.kv_num_blocks.shape)
-    # by the name of torch's function, which no version promises to keep
+    # recognised by the name of torch's function, which no version promises to keep
     is_slice = getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
     if is_slice or len(shape) != 3 or shape[2] != rows:
         raise ValueError(
@@ -96,7 +97,7 @@ def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
             "some heads make a BlockMask of these"
         )
     for counts, indices in ((block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
-        listed = torch.zeros(0) if counts is None or indices is None else indices[_listed(counts, indices)]
+        listed = torch.zeros(0) if counts is None or indices is None else indices[_is_listed(counts, indices)]
         if bool(((listed < 0) | (listed >= columns)).any()):
             raise ValueError(
                 f"block_mask lists blocks of keys up to {int(listed.max())} and its {block_mask.seq_lengths[1]} keys have "
@@ -104,18 +105,19 @@ def _check_whole(block_mask: BlockMask, rows: int, columns: int) -> None:
             )
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """Returns which indices are in a list: those after its end may be arbitrary."""
+def _is_listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Returns which entries of ``indices`` are in the lists: a list has the first ``counts`` of its row, the others may be anything."""
     return torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
 
 
 def _are_of_head_0(
     masked: MaskFunction, partial: BlockTensor, full: BlockTensor | None, num_positions: int, sizes: tuple[int, ...]
 ) -> bool:
-    """Whether a list for all heads has just the blocks of which ``masked`` keeps a pair for head 0, as full ones those that it keeps."""
+    """Whether the lists are those of head 0: they have just the blocks of which ``masked`` keeps a pair for head 0, and as full ones only
+    blocks that it keeps whole."""
     grid = masked.grid(num_positions, device=partial.mask.device)
     (_, row, column), is_full, _ = replace(masked, per_head=False).entries(grid, (0,))
-    # blocks of which it keeps a pair, and every pair
+    # the blocks of which it keeps some pair, and those of which it keeps every pair
     kept, whole = torch.zeros((2, *partial.mask.shape[1:]), dtype=torch.bool, device=partial.mask.device)
     kept[row, column] = True
     whole[row, column] = is_full
@@ -133,8 +135,8 @@ def to_block_mask(
 ) -> BlockMask:
     """Returns the BlockMask of a pattern, (1, 1 or num_heads, N, N), with the lists of rows and of columns.
 
-    Its int32 index tensors are as wide as the longest list: narrow for windows, full width for a pattern in which one row keeps everything.
-    On the CPU, FlexAttention takes their width as the number of key blocks, so those of rows always have full width.
+    Its int32 index tables are as wide as the longest list: narrow for windows, of full width if one row keeps everything. On the CPU,
+    FlexAttention takes the width as the number of key blocks, so there the tables of rows always have full width.
     """
     lists = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
     columns = lists.by_column
@@ -148,16 +150,22 @@ def to_block_mask(
 
 
 def _kinds(entries: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns which entries are masked and which are whole."""
+    """Returns which entries of a list have a mask, and which are kept whole."""
     masked = torch.zeros_like(entries, dtype=torch.bool) if masks is None else masks >= 0
     return masked, ~masked
 
 
 def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequence[Tensor], width: int = 1) -> tuple[Tensor, ...]:
-    """Returns (counts (batch, heads, lists), table (batch, heads, lists, width)), int32, of each kind of entries of a CSR list, in
-    FlexAttention's form. Tables are as wide as the longest list and at least ``width``, since some of torch's kernels read all with one
-    stride, and each list's first entry before its count. ``starts, values``: of the rows or the columns of ``lists``; ``kinds``: (entries,)
-    bool of each table."""
+    """Returns lists in FlexAttention's form, all int32: for each kind of entries counts (batch, heads, lists) and a table (batch, heads,
+    lists, width).
+
+    All tables are as wide as the longest list, since some of torch's kernels read them with one stride, and at least ``width`` and 1, since
+    some read a list's first entry before its count.
+
+    Args:
+        starts, values: lists in CSR form, those of the rows or of the columns of ``lists``.
+        kinds: for each table (entries,) bool, which entries it has.
+    """
     starts = starts.long()
     row = torch.repeat_interleave(torch.arange(starts.shape[0] - 1, device=starts.device), starts.diff(), output_size=values.shape[0])
     before = [torch.nn.functional.pad(chosen.long().cumsum(0), (1, 0))[starts] for chosen in kinds]
@@ -172,7 +180,7 @@ def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequ
     return tuple(tables)
 
 
-# functions whose result does not depend on the values of their tensor arguments
+# torch's functions whose results do not depend on the values of their tensor arguments
 _VALUE_FREE = {
     getattr(torch.ops.aten, name).default
     for name in ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
@@ -181,9 +189,9 @@ _VALUE_FREE = {
 
 @dataclass(frozen=True)
 class MaskFunction(BlockPattern):
-    """The pairs for which a function returns True. It is evaluated once for every pair, in O(N²) time, in chunks of blocks.
+    """The pairs for which a function returns True. The function is evaluated once for every pair, in O(N²) time, in chunks of blocks.
 
-    In an intersection with a cheaper pattern (``LocalWindow(4096) & MaskFunction(fn)``, or ``is_causal``), it is evaluated only on the
+    In an intersection with a cheaper pattern (``LocalWindow(4096) & MaskFunction(fn)``, or ``is_causal``) it is evaluated only on the
     blocks of that pattern.
 
     Args:
@@ -205,7 +213,7 @@ class MaskFunction(BlockPattern):
             raise TypeError(f"fn is {self.fn!r} ({type(self.fn).__name__}); expected a function fn(batch, head, q_idx, kv_idx) -> bool")
         if self.per_head is not None:
             check_bool("per_head", self.per_head)
-        # a pattern that is made inside a compiled function is refused
+        # under torch.compile it does not matter: a pattern that is made inside a compiled function is refused later
         reads_batch, reads_head = (False, False) if torch.compiler.is_compiling() else reads_of(self.fn)
         self._set(reads_batch=reads_batch, per_head=reads_head if self.per_head is None else self.per_head)
 
@@ -238,37 +246,38 @@ class MaskFunction(BlockPattern):
         return 4.0 * grid.num_columns
 
 
-class _Reads(TorchDispatchMode):
-    """Notes which of a function's arguments it reads, themselves or a view of them: bit i of ``bits`` is set for argument i."""
+class _RecordsReads(TorchDispatchMode):
+    """Records which of a function's arguments are read, directly or through a view: bit i of ``bits`` is set for argument i."""
 
     def __init__(self, arguments: list[Tensor]) -> None:
         super().__init__()
         self.arguments, self.bits = {x.untyped_storage()._cdata: 1 << i for i, x in enumerate(arguments)}, 0
 
-    def of(self, values: Any) -> int:
+    def bits_of(self, values: Any) -> int:
+        """Returns the bits of the arguments whose memory is among these values."""
         each = (self.arguments.get(x.untyped_storage()._cdata, 0) for x in tree_leaves(values) if isinstance(x, Tensor))
         return functools.reduce(operator.or_, each, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, bits = func(*args, **(kwargs or {})), self.of((args, kwargs))
-        # a view reads nothing, and what is written into an argument is read with it
-        if func not in _VALUE_FREE and (bits := bits & ~self.of(out)):
-            # on a number taken out of a tensor, all that follows may depend
+        out, bits = func(*args, **(kwargs or {})), self.bits_of((args, kwargs))
+        # an output in an argument's memory is a view, which reads nothing yet, or what was written into it, which is read with it
+        if func not in _VALUE_FREE and (bits := bits & ~self.bits_of(out)):
+            # without a tensor as output, a number was taken out of one, and all that follows may depend on it: set all bits
             self.bits |= bits if any(isinstance(x, Tensor) for x in tree_leaves(out)) else -1
         return out
 
 
 def reads_of(fn: MaskMod) -> tuple[bool, bool]:
-    """Returns whether ``fn`` reads the batch entry, and the head, in one call for one pair."""
-    # a function may hold tensors of a GPU
+    """Returns whether ``fn`` reads the batch entry, and whether it reads the head, as seen in a call for one pair."""
+    # a function that holds tensors of a GPU only works there
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
         try:
-            with _Reads(arguments) as reads:
+            with _RecordsReads(arguments) as reads:
                 result = fn(*arguments)
-            reads.bits |= reads.of(result)
+            reads.bits |= reads.bits_of(result)
             return bool(reads.bits & 1), bool(reads.bits & 2)
         except Exception:  # noqa: BLE001  whatever a user's function raises
             continue
-    # no call for one pair works, so nothing is known
+    # every call failed, so it may read both
     return True, True
