@@ -1,5 +1,9 @@
-"""The attention function that transformers calls instead of its own, for each registered name. What a model may ask of its attention but is
-not supported here is refused, never ignored."""
+"""``attend``: the function that transformers calls for the attention of a layer, once a name is registered. It reads what the layer asks
+for, refuses what is not supported, and calls one of this package's functions. Nothing is silently ignored.
+
+Settings of a registered name have a ``kind`` (``"dilated"``, ``"block_sparse"``, ``"ring"``, ``"ring_dilated"``), see ``Settings``. In all
+messages ``name`` is the registered name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from dilated_attention.integrations._hf_mask import KeyMask, document_starts, ma
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, OF_PATTERNS, Settings, group_of, settings_of
 from dilated_attention.validation import refuse_where
 
-# arguments that models pass to every layer and that do not affect which keys a query sees, or that repeat what the mask says
+# arguments that models pass to every layer and that have no effect on attention, or repeat what the mask says
 _WITHOUT_EFFECT = {
     "cache_position",
     "input_ids",
@@ -39,8 +43,8 @@ _WITHOUT_EFFECT = {
     "token_type_ids",
     "use_cache",
 }
-# arguments that change scores or keys in a way that no kernel here supports
-_CANNOT = {
+# arguments that change scores or keys in a way that no kernel here supports: name -> what it is
+_REFUSED = {
     "position_bias": "a bias added to the scores",
     "score_mod": "a function of the scores",
     "alibi": "a bias added to the scores",
@@ -79,11 +83,12 @@ def attend(
         name: the registered name; its settings apply, together with those of the config.
         module: the layer; its ``config``, ``training`` and ``is_causal`` are read.
         query, key, value: (B, H, Nq, D), (B, Hk, Nk, D), not repeated. Values may have a smaller head dim than keys.
-        attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads. One of four dimensions is instead of the layer's
+        attention_mask: a ``KeyMask``, None, or a tensor that ``mask_of_tensor`` reads. A tensor of four dimensions replaces the layer's own
             causality and window.
         dropout: of attention weights, in training only.
         is_causal: None to follow the mask or, without a mask, ``module.is_causal``.
-        sliding_window: the number of keys that a query sees, itself included, on both sides if not causal. Such a layer is dense within it.
+        sliding_window: the number of keys that a query sees, itself included, on both sides if not causal. The layer is then dense within
+            this window, and branches or patterns of the settings do not apply to it.
         cu_seq_lens_q, cu_seq_lens_k: bounds of packed documents; they must be equal.
         s_aux: (H,), the learned sinks of the layer (gpt-oss).
         softcap: c of scores c·tanh(s/c) (Gemma 2).
@@ -91,18 +96,18 @@ def attend(
     Raises ValueError if the layer asks for something that is not supported.
     """
     config = getattr(module, "config", None)
-    _refuse(name, module, config, kwargs)
+    _check_arguments(name, module, config, kwargs)
     settings = settings_of(name, config)
-    mask = _mask_of(name, settings, module, attention_mask, query, key.shape[2], is_causal)
+    mask = _layer_mask(name, settings, module, attention_mask, query, key.shape[2], is_causal)
     if module.training and torch.is_grad_enabled() and config is not None and mask.seq_len is None:
         warn_of_saving(name, config)
     is_tensor = isinstance(attention_mask, torch.Tensor)
-    is_alone = is_tensor and attention_mask.ndim == 4
+    mask_decides = is_tensor and attention_mask.ndim == 4
     if is_tensor and sliding_window is None:
-        _check_pairs(name, settings, mask)
-    # the keys that both the mask and the layer allow; a mask that decides alone leaves of the layer's window only that it is dense
+        _check_tensor_mask(name, settings, mask)
+    # a query sees keys that both the mask's window and the layer's allow. If the mask replaces the layer's window, the layer is still dense
     window = mask.window
-    if sliding_window is not None and is_alone:
+    if sliding_window is not None and mask_decides:
         window = window or (None, None)
     elif sliding_window is not None:
         size = int(sliding_window) - 1
@@ -113,11 +118,11 @@ def attend(
         bounds = packed_bounds(cu_seq_lens_q, cu_seq_lens_k)
     elif bounds is None and mask.seq_len is None:
         rank = place_in(group_of(name))[0] if settings.is_shared else 0
-        _check_untold_documents(name, mask, kwargs.get("position_ids"), kwargs.get("seq_idx"), query.shape[2], rank)
-    if window is not None and settings.kind != "ring" and (sliding_window is not None or not is_alone):
+        _check_documents(name, mask, kwargs.get("position_ids"), kwargs.get("seq_idx"), query.shape[2], rank)
+    if window is not None and settings.kind != "ring" and (sliding_window is not None or not mask_decides):
         _warn_of_windows_only(name, config)
     if settings.kind == "block_sparse" and window is None:
-        # before packed rows become one
+        # checked here, while the rows of a packed batch are still apart
         pattern: Any = settings.pattern
         pattern.check_batch(query.shape[0])
         if mask.query_offset and not pattern.is_prefix_stable:
@@ -126,25 +131,26 @@ def attend(
                 "of a full forward; expected a pattern with is_prefix_stable, e.g. GlobalLocal(256, 64). Or call generate(use_cache=False)"
             )
     dropout_p = float(dropout) if module.training else 0.0
-    # one new token from a cache: its kernels read only the keys needed, without gradients; compiled code would make a graph per position
-    is_step = query.shape[2] == 1 and mask.is_causal and mask.padding is None and bounds is None and not settings.is_shared
+    # one new token after cached keys. ``decode_attention`` reads the needed keys alone, but has no gradients, and compiled code would make
+    # a graph for each position
+    is_decode_step = query.shape[2] == 1 and mask.is_causal and mask.padding is None and bounds is None and not settings.is_shared
     if (
-        is_step
+        is_decode_step
         and (softcap, dropout_p, value.shape[3], settings.options.get("backend", "auto")) == (None, 0, key.shape[3], "auto")
         and not (torch.compiler.is_compiling() or needs_grad(query, key, value, s_aux))
     ):
         q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         positions = torch.full((q.shape[0],), mask.query_offset, dtype=torch.int64, device=q.device)
-        kept: dict[str, Any] = {"pattern": settings.pattern} if window is None else {"window": window[0]}
-        return decode_attention(q, k, v, positions, **kept, scale=scaling, sinks=s_aux), None
+        decode_options: dict[str, Any] = {"pattern": settings.pattern} if window is None else {"window": window[0]}
+        return decode_attention(q, k, v, positions, **decode_options, scale=scaling, sinks=s_aux), None
     q, k, v = query.transpose(1, 2), *(x[:, :, : mask.num_filled].transpose(1, 2) for x in (key, value))
     rows, value_dim = q.shape[:2], v.shape[3]
     if value_dim < q.shape[3]:
-        # values with a smaller head dim than keys (DeepSeek's latent attention): zeros appended to them come out as zeros
+        # values with a smaller head dim than keys (DeepSeek's latent attention) get zeros appended, which come out as zeros and are cut off
         v = torch.nn.functional.pad(v, (0, q.shape[3] - value_dim))
     if bounds is not None and bounds is mask.cu_seqlens and rows[0] > 1 and not settings.is_shared:
         q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-    # a layer with a window is dense within it
+    # branches and patterns apply only to layers without a window
     is_dense = window is not None or settings.kind == "ring"
     options = {
         **{name: value for name, value in settings.options.items() if not (is_dense and name in OF_PATTERNS)},
@@ -161,7 +167,7 @@ def attend(
         options["window"] = window
     if settings.is_shared:
         _check_shards(name, settings, mask, rows[1], cu_seq_lens_q is not None)
-        # one layout for all layers, whatever functions have by default
+        # all layers need one layout, and the two functions have different defaults
         options = {"layout": "contiguous", **options, "group": group_of(name), "mesh": None}
         if mask.seq_len is not None:
             options["seq_len"] = mask.seq_len
@@ -175,12 +181,12 @@ def attend(
     return out[..., :value_dim], None
 
 
-def _mask_of(
+def _layer_mask(
     name: str, settings: Settings, module: torch.nn.Module, attention_mask: Any, query: torch.Tensor, num_keys: int, is_causal: bool | None
 ) -> KeyMask:
-    """Returns the layer's mask, checked against the layer."""
+    """Returns what ``attend`` was given as a mask, as a ``KeyMask``; raises ValueError if it does not fit the layer."""
     num_queries = query.shape[2]
-    of_module = getattr(module, "is_causal", None)
+    module_is_causal = getattr(module, "is_causal", None)
     if isinstance(attention_mask, KeyMask):
         mask = attention_mask
         causal = mask.is_causal
@@ -190,7 +196,7 @@ def _mask_of(
                 'expected one cache whose layers are equally long. Load this model with attn_implementation="sdpa"'
             )
         # a layer that is not causal itself may leave causality to its mask
-        if is_causal is not None and is_causal != mask.is_causal and (is_causal or of_module):
+        if is_causal is not None and is_causal != mask.is_causal and (is_causal or module_is_causal):
             raise ValueError(
                 f"attention {name!r}: is_causal={is_causal} is given to a layer whose mask is "
                 f"{'causal' if mask.is_causal else 'not causal'}; "
@@ -198,13 +204,13 @@ def _mask_of(
                 'attn_implementation="sdpa"'
             )
     else:
-        of_layer = of_module if is_causal is None else is_causal
-        if of_layer is None:
+        layer_is_causal = module_is_causal if is_causal is None else is_causal
+        if layer_is_causal is None:
             raise ValueError(
                 f"attention {name!r}: {type(module).__name__} does not say whether it is causal; "
                 "expected is_causal=True or False, as an argument or an attribute of the module"
             )
-        causal = bool(of_layer)
+        causal = bool(layer_is_causal)
         if attention_mask is None:
             mask = KeyMask(num_keys, num_keys, num_keys - num_queries if causal else 0, 0, causal)
         elif isinstance(attention_mask, torch.Tensor):
@@ -230,24 +236,24 @@ def _mask_of(
 
 
 def ignore(arguments: Iterable[str]) -> None:
-    """Adds arguments of layers to those that have no effect on attention."""
+    """Adds to the names of arguments that have no effect on attention."""
     names = (arguments,) if isinstance(arguments, str) else tuple(arguments)
     for name in names:
-        if name in _CANNOT:
+        if name in _REFUSED:
             raise ValueError(
-                f'ignored holds {name!r} ({_CANNOT[name]}), which changes attention; load the model with attn_implementation="eager"'
+                f'ignored holds {name!r} ({_REFUSED[name]}), which changes attention; load the model with attn_implementation="eager"'
             )
     _WITHOUT_EFFECT.update(names)
 
 
-def _refuse(name: str, module: torch.nn.Module, config: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that may change attention, and cross-attention."""
+def _check_arguments(name: str, module: torch.nn.Module, config: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that change attention or may do so, and for cross-attention."""
     for argument, value in kwargs.items():
         if value is None or value is False or argument in _WITHOUT_EFFECT:
             continue
-        if argument in _CANNOT:
+        if argument in _REFUSED:
             raise ValueError(
-                f"attention {name!r}: the model asks for {argument} ({_CANNOT[argument]}), which no kernel here computes; expected None. "
+                f"attention {name!r}: the model asks for {argument} ({_REFUSED[argument]}), which no kernel here computes; expected None. "
                 'Load it with attn_implementation="eager"'
             )
         raise ValueError(
@@ -263,8 +269,9 @@ def _refuse(name: str, module: torch.nn.Module, config: Any, kwargs: dict[str, A
         )
 
 
-def _check_pairs(name: str, settings: Settings, mask: KeyMask) -> None:
-    """Refuses what a mask that is a tensor cannot say of branches or a pattern, which narrow its causality and padding."""
+def _check_tensor_mask(name: str, settings: Settings, mask: KeyMask) -> None:
+    """Raises ValueError for a tensor as the mask of branches or a pattern, if it holds more than causality and padding, which these narrow
+    down further."""
     if settings.is_dense(mask.num_keys):
         return
     dense = "pattern=LocalWindow((None, None))" if settings.kind == "block_sparse" else "one segment over everything and rate 1"
@@ -279,14 +286,15 @@ def _check_pairs(name: str, settings: Settings, mask: KeyMask) -> None:
 
 
 def _check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_packed: bool) -> None:
-    """Refuses what needs the whole sequence on one process."""
+    """Raises ValueError for a cache, or for documents of a shard, where processes share the sequence. ``rows``: queries on this process;
+    ``is_packed``: the layer was given bounds of documents."""
     if mask.query_offset or mask.num_filled != rows:
         raise ValueError(
             f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, "
             "which a sequence sharded over processes does not have; expected the whole sequence in one forward. "
             f"Decode with model.set_attn_implementation({'sdpa' if settings.kind == 'ring' else 'dilated'!r}) on one process"
         )
-    # those that context_parallel has cut have positions and bounds of the whole sequence
+    # with seq_len, context_parallel has cut the inputs, and bounds are those of the whole sequence
     if mask.seq_len is None and mask.cu_seqlens is not None and not is_packed:
         told = "may be packed, which a compiled model cannot rule out" if mask.is_guess else "restart within the shard"
         raise ValueError(
@@ -295,25 +303,26 @@ def _check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_pa
         )
 
 
-def _check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx: Any, num_queries: int, rank: int) -> None:
-    """Refuses documents that neither the mask nor bounds keep apart, and positions that do not belong to this process's shard.
+def _check_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx: Any, num_queries: int, rank: int) -> None:
+    """Raises ValueError for packed documents that neither the mask nor bounds keep apart, and for positions of another process's shard.
 
-    Transformers looks for documents in positions only where there is neither an attention_mask nor a cache, and not in all models. They are
-    read once a forward, in the first layer that has the mask; a step of one token is not looked at. ``rank``: the process's, 0 of one.
+    Documents are seen where ``position_ids`` begin again or ``seq_idx`` changes. Transformers itself looks for them only without an
+    attention_mask and a cache, and not in all models. Each tensor is read once a forward, in the first layer that has the mask; a step of
+    one token is not looked at. ``rank``: this process's, 0 if there is only one.
     """
     if num_queries == 0 or (num_queries == 1 and rank == 0):
         return
-    # positions of images have three dimensions, and repeat; those of another length are not of these queries
-    positions, numbers = (
+    # positions of images are left out: they have three dimensions, and repeat. So are tensors of another length than these queries
+    positions, document_ids = (
         x if isinstance(x, torch.Tensor) and not x.is_meta and x.ndim == 2 and x.shape[1] == num_queries else None
         for x in (position_ids, seq_idx)
     )
     is_compiling = torch.compiler.is_compiling()
-    unread = [x for x in (positions, numbers) if x is not None and (is_compiling or all(x is not other for other in mask.checked))]
+    unread = [x for x in (positions, document_ids) if x is not None and (is_compiling or all(x is not other for other in mask.checked))]
     if not unread:
         return
     real = None if mask.padding is None else ~mask.padding[:, mask.query_offset : mask.query_offset + num_queries]
-    starts = document_starts(positions, numbers, real)
+    starts = document_starts(positions, document_ids, real)
     if positions is not None and (rank > 0 or mask.query_offset > 0):
         begins = positions[:, :1] == 0
         if real is not None:
@@ -325,7 +334,7 @@ def _check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx
                 "whole sequence: take the model's inputs from shard_inputs, with padding on the right",
             )
         else:
-            # after keys of a cache that are no padding
+            # a row that begins at 0 is a second document, if the cached keys before it are not all padding
             starts = starts | (begins if mask.padding is None else begins & ~mask.padding[:, : mask.query_offset].all(1, keepdim=True))
     refuse_where(
         starts,
@@ -338,7 +347,7 @@ def _check_untold_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx
 
 
 def _warn_of_windows_only(name: str, config: Any) -> None:
-    """Warns, once, that the setting has no effect because every layer has a sliding window."""
+    """Warns that a registered name has no effect, if every layer of the model has a sliding window."""
     if torch.compiler.is_compiling():
         return
     kinds = getattr(config, "layer_types", None)
@@ -352,7 +361,7 @@ def _warn_of_windows_only(name: str, config: Any) -> None:
 
 
 def warn_of_saving(name: str, config: Any) -> None:
-    """Warns, once, that what is trained with this attention loads as a dense model, since transformers saves no implementation."""
+    """Warns that a model trained with this attention will load as a dense one: transformers does not save which attention it had."""
     if not torch.compiler.is_compiling() and not hasattr(config, NAME_KEY):
         warnings.warn(
             f"a model is trained with attention {name!r}, which its config does not name: saved so, it loads with transformers' own. "

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from dilated_attention.integrations._weights import (
-    FIRST,
-    Rows,
+    FIRST_WEIGHT,
+    KeyRules,
     attention_fields,
-    filled,
-    needed,
-    read,
+    fill_model,
+    read_supported,
     read_weights,
-    refuse,
+    refuse_unsupported,
+    required_setting,
     shape_of,
-    some,
+    short_list,
     stack_config,
 )
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM
@@ -89,19 +89,19 @@ def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = 
 
 
 def _kind_of(weights: dict[str, torch.Tensor]) -> str:
-    refuse(weights)
+    refuse_unsupported(weights)
     patches = [value.ndim for name, value in weights.items() if name.endswith("patch_embed.proj.weight")]
     if patches:
         return "longvit" if patches[0] == 4 else "slide_encoder"
-    for kind, name in (("attention", "q_proj.weight"), ("encoder", f"encoder.{FIRST}"), ("decoder", f"decoder.{FIRST}")):
+    for kind, name in (("attention", "q_proj.weight"), ("encoder", f"encoder.{FIRST_WEIGHT}"), ("decoder", f"decoder.{FIRST_WEIGHT}")):
         if name in weights:
             return kind
-    if FIRST in weights:
+    if FIRST_WEIGHT in weights:
         raise ValueError(
             "these are the layers of an encoder or of a decoder, which have the same names; say kind='encoder' or kind='decoder'"
         )
     raise ValueError(
-        f"these are not weights of TorchScale that are known here: {some(weights)}; expected q_proj.weight, {FIRST} or "
+        f"these are not weights of TorchScale that are known here: {short_list(weights)}; expected q_proj.weight, {FIRST_WEIGHT} or "
         "patch_embed.proj.weight among them"
     )
 
@@ -135,13 +135,13 @@ def load_attention(
         backend: ``"auto"`` or a name of ``list_backends()``.
         device, dtype: those of the parameters; None for those of the weights.
     """
-    weights = read(source)
+    weights = read_supported(source)
     has_xpos = "xpos.scale" in weights
     if not has_xpos and xpos_scale_base != 512.0:
         raise ValueError(f"xpos_scale_base is {xpos_scale_base} and these weights have no xpos.scale, so no XPOS; leave it out")
     layer = MultiheadDilatedAttention(
         shape_of(weights, "q_proj.weight", 2)[1],
-        needed("num_heads", num_heads),
+        required_setting("num_heads", num_heads),
         **attention_fields("dilated", segment_lengths, dilation_rates, mixture_grad),
         dropout=dropout,
         layer_norm="inner_attn_ln.weight" in weights,
@@ -151,7 +151,7 @@ def load_attention(
         backend=backend,
         device="meta",
     )
-    return filled(layer, weights, (), layer.head_dim, device, dtype)
+    return fill_model(layer, weights, (), layer.head_dim, device, dtype)
 
 
 def load_encoder(source: Any, **settings: Any) -> LongNetEncoder | LongNetLM:
@@ -197,10 +197,10 @@ def _load_stack(
     dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> Any:
-    weights = read(source, ignore)
+    weights = read_supported(source, ignore)
     prefix, other = ("decoder.", "encoder.") if is_causal else ("encoder.", "decoder.")
-    if prefix + FIRST not in weights:
-        if other + FIRST in weights:
+    if prefix + FIRST_WEIGHT not in weights:
+        if other + FIRST_WEIGHT in weights:
             raise ValueError(
                 f"kind is {prefix[:-1]!r} and the names of these weights start with {other!r}; an encoder sees both sides "
                 f"and a decoder only what comes before: use kind={other[:-1]!r}, or remove the prefix if kind is right"
@@ -232,14 +232,14 @@ def _load_stack(
         ffn="silu" if activation == "swish" else activation,
         **fields,
     )
-    rows: Rows = (
+    rules: KeyRules = (
         (r"^(decoder\.)?norm\.", f"{prefix}layer_norm."),
         (r"^(decoder\.)?blocks\.", f"{prefix}blocks."),
         (r"^embedding\.", f"{prefix}embed_tokens."),
         (r"^output\.", f"{prefix}output_projection."),
     )
     model: Any = LongNetLM if embedding is not None else LongNetDecoder if is_causal else LongNetEncoder
-    return filled(model(config, device="meta", **settings), weights, rows, config.head_dim, device, dtype)
+    return fill_model(model(config, device="meta", **settings), weights, rules, config.head_dim, device, dtype)
 
 
 def load_slide_encoder(
@@ -281,7 +281,7 @@ def load_slide_encoder(
         device, dtype: see ``load_attention``.
         options: ``backend``, ``checkpoint_activations``; for slides shared by processes ``group``, ``mesh`` …: see ``SlideEncoder``.
     """
-    weights = read(source, ignore)
+    weights = read_supported(source, ignore)
     lengths = segment_lengths_of(max_wsi_size, tile_size) if segment_lengths is None else segment_lengths
     encoder = stack_config(
         weights,
@@ -303,14 +303,14 @@ def load_slide_encoder(
         norm_eps=norm_eps,
         num_classes=num_classes,
     )
-    rows: Rows = (
+    rules: KeyRules = (
         (r"^encoder\.norm\.", "encoder.layer_norm."),
         (r"^tile_embedding\.", "patch_embed.proj."),
         (r"^class_token$", "cls_token", lambda token: token[0, 0] if token.ndim == 3 and token.shape[:2] == (1, 1) else token),
     )
     model = SlideEncoder(config, device="meta", **options)
     fresh = {} if num_classes is None else _head(num_classes, encoder.embed_dim)
-    return filled(model, weights, rows, encoder.head_dim, device, dtype, fresh)
+    return fill_model(model, weights, rules, encoder.head_dim, device, dtype, fresh)
 
 
 def load_longvit(
@@ -349,7 +349,7 @@ def load_longvit(
         norm_eps: ε of the norm at the pooling; None for LongViT's, 1e-5 in a classifier and 1e-6 in the pretraining.
         layer_norm_eps, mixture_grad, drop_path, ignore, device, dtype, options: see ``load_slide_encoder``.
     """
-    weights = read(source, ignore)
+    weights = read_supported(source, ignore)
     outer = next((p for p in ("model.", "backbone.") if f"{p}pos_embed" in weights), "")
     _, channels, patch, _ = shape_of(weights, f"{outer}patch_embed.proj.weight", 4)
     if image_size is None:
@@ -390,7 +390,7 @@ def load_longvit(
         encoder=encoder, image_size=image_size, patch_size=patch, in_channels=channels, pooling=pooling, num_classes=num_classes,
         norm_eps=norm_eps,
     )  # fmt: skip
-    rows: Rows = (
+    rules: KeyRules = (
         (r"^encoder\.norm\.", "encoder.layer_norm."),
         (r"^encoder\.", f"{outer}encoder."),
         (r"^patch_embedding\.", f"{outer}patch_embed.proj."),
@@ -398,7 +398,7 @@ def load_longvit(
         (r"^norm\.", f"{around}{norm}."),
         (r"^head\.", f"{around}head."),
     )
-    return filled(LongViT(config, device="meta", **options), weights, rows, encoder.head_dim, device, dtype, fresh)
+    return fill_model(LongViT(config, device="meta", **options), weights, rules, encoder.head_dim, device, dtype, fresh)
 
 
 def from_torchscale(module: nn.Module, **options: Any) -> Any:

@@ -1,5 +1,7 @@
-"""What tokens stand for: bytes and bases, FASTA files, k-mers of bases and their embedding; and checks of token ids and targets: always of
-type and shape, and of values if reading them does not make the host wait."""
+"""What tokens stand for: vocabularies of bytes and of DNA bases, FASTA files, k-mers of bases and their embedding.
+
+Here are also the checks of token ids and targets: always of type and shape, and of values if the host can read them without waiting.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from dilated_attention.models.config import MAX_KMER, NUM_BASES, LongNetConfig, 
 from dilated_attention.pattern.checks import as_int, shown
 from dilated_attention.validation import check_bool, not_a_tensor
 
-# the base that is not known: FASTA's N, which is also the mask of masked models
+# the token of an unknown base: FASTA's N, which is also the mask token of masked models
 UNKNOWN = NUM_BASES - 1
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _WHITESPACE = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary in which every token is one character of eight bits.
+    """A vocabulary in which every token is one byte of text.
 
     Args:
         unit: what a token is called, ``"byte"`` or ``"base"``.
-        letters: the character of each token, by its number.
+        letters: the byte of each token: token i stands for ``letters[i]``.
     """
 
     unit: str
@@ -43,17 +45,18 @@ class Vocabulary:
     def encode(self, text: str | bytes) -> torch.Tensor:
         """Returns the tokens of a text, int64 (N,). A ``str`` is encoded in UTF-8.
 
-        Bases are read in upper and lower case; whitespace is left out, and every other letter is N. Warns if more than a tenth are others.
+        Bases may be in upper or lower case; whitespace is left out, and every other letter becomes N. Warns if more than a tenth of the
+        letters are such others.
         """
         if not isinstance(text, (str, bytes, bytearray, memoryview)):
             raise TypeError(f"text is {shown(text)} ({type(text).__name__}); expected a str or bytes")
         raw = text.encode() if isinstance(text, str) else bytes(text)
         if self.unit == "base":
-            _warn_of_letters([raw], "the text")
+            _warn_of_other_letters([raw], "the text")
         return self._encode(raw)
 
     def _encode(self, raw: bytes) -> torch.Tensor:
-        # a letter's own number, else that of the letter in upper case, else the last one
+        # each byte has its token, else the token of its upper case, else the last token, N
         numbers = {letter: number for number, letter in enumerate(self.letters)}
         table = bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(self) - 1)) for x in range(256))
         raw = raw.translate(table, _WHITESPACE if self.unit == "base" else b"")
@@ -61,10 +64,10 @@ class Vocabulary:
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.int64)
 
     def decode_bytes(self, tokens: torch.Tensor) -> bytes:
-        """Returns the characters of tokens (N,).
+        """Returns the bytes of tokens (N,).
 
         Raises:
-            ValueError, TypeError: if tokens are not of this vocabulary. Those of a k-mer model are codes, whose bases are ``codes % 5``.
+            ValueError, TypeError: if tokens are not of this vocabulary. A k-mer model has codes for tokens; their bases are ``codes % 5``.
         """
         check_integers("tokens", tokens)
         limit = f"the number of {self.unit}s − 1"
@@ -80,23 +83,24 @@ BYTES = Vocabulary("byte", bytes(range(256)))
 BASES = Vocabulary("base", b"ACGTN")
 
 
-def _warn_of_letters(parts: list[bytes], what: str) -> None:
-    """Warns if more than a tenth of the letters are none of BASES, as those of a protein are; a genome has a few of other codes."""
+def _warn_of_other_letters(parts: list[bytes], what: str) -> None:
+    """Warns if more than a tenth of the letters are not in BASES, as in a protein; a genome may have a few others. ``what``: their source,
+    for the message."""
     letters = sum(len(part.translate(None, _WHITESPACE)) for part in parts)
     others = [part.translate(None, _WHITESPACE + BASES.letters + BASES.letters.lower()).upper() for part in parts]
     count = sum(map(len, others))
     if 10 * count <= letters:
         return
-    often = sum((Counter(part) for part in others), Counter[int]()).most_common(3)
+    frequent = sum((Counter(part) for part in others), Counter[int]()).most_common(3)
     warnings.warn(
         f"{count:,} of {letters:,} letters ({count / letters:.0%}) in {what} are none of A, C, G, T and N, most often "
-        f"{', '.join(chr(letter) for letter, _ in often)}, and are read as N; expected DNA: no protein, and T where RNA has U",
+        f"{', '.join(chr(letter) for letter, _ in frequent)}, and are read as N; expected DNA: no protein, and T where RNA has U",
         stacklevel=3,
     )
 
 
 def vocabulary_of(config: LongNetConfig) -> Vocabulary:
-    """Returns the vocabulary that a configuration means: ``BYTES`` for ``vocab_size=256``, ``BASES`` for 5.
+    """Returns the vocabulary of a model, by its size: ``BYTES`` for ``vocab_size=256``, ``BASES`` for 5.
 
     Raises:
         ValueError: for any other size, because a checkpoint does not say what its tokens stand for.
@@ -111,16 +115,17 @@ def vocabulary_of(config: LongNetConfig) -> Vocabulary:
 
 
 def other_strand(symbols: torch.Tensor) -> torch.Tensor:
-    """Returns the reverse complement of bases (…, N), which is what a gene on the other strand reads: A↔T, C↔G, N stays, from the end.
+    """Returns the reverse complement of bases (…, N), as a gene on the other strand has them: A↔T, C↔G, N stays, in reverse order.
 
     Raises:
         ValueError, TypeError: if symbols are not integers, or on the CPU not 0 to 4.
     """
-    _check_bases(symbols, _INTEGERS)
+    _check_bases(symbols, _INTEGER_DTYPES)
     return torch.where(symbols == UNKNOWN, UNKNOWN, 3 - symbols).flip(-1)
 
 
-def check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...] = _INTEGERS, way_out: str = "convert with .long()") -> None:
+def check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...] = _INTEGER_DTYPES, way_out: str = "convert with .long()") -> None:
+    """Raises TypeError unless x is a dense tensor of one of the dtypes. ``way_out``: a part of the message."""
     expected = f"an int64 or int32 tensor of integers (…, N): {way_out}"
     if not isinstance(x, torch.Tensor):
         raise not_a_tensor(name, x, expected)
@@ -131,6 +136,7 @@ def check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...] = _INTEGER
 
 
 def _check_bases(symbols: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raises TypeError unless these are integers, and ValueError if their values can be read and are not 0 to 4."""
     way_out = "use BASES.encode(text)"
     check_integers("symbols", symbols, dtypes, way_out)
     check_range("symbols", symbols, NUM_BASES, limit="the number of bases − 1", way_out=way_out)
@@ -151,33 +157,34 @@ def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be decompressed ({error}); it is damaged or cut off: copy or download it again") from error
-    # the name may hold > as well
+    # a record begins at a > after a line break, since names may hold > too
     records = [record.partition(b"\n") for record in (b"\n" + text).split(b"\n>")[1:]]
     if not records:
         raise ValueError(f"{path} holds no FASTA record; expected lines of bases under a line that begins with >")
-    _warn_of_letters([body for _, _, body in records], str(path))
+    _warn_of_other_letters([body for _, _, body in records], str(path))
     return [(head.decode(errors="replace").strip(), BASES._encode(body)) for head, _, body in records]
 
 
 def kmers(symbols: torch.Tensor, k: int, both_sides: bool) -> torch.Tensor:
-    """Returns Σ_j 5^j · symbols[t + o_j], j = 0 … k − 1, o_0 = 0: each base with its k − 1 nearest, itself the lowest digit.
+    """Returns codes: at each position t a number in base 5, whose lowest digit is the base there and whose k − 1 others are its neighbours.
 
-    A token that carries its neighbours can be sharded over processes like any other, and ``codes % 5`` are the bases again.
+    code[t] = Σ_j 5^j · symbols[t + o_j], j = 0 … k − 1, o_0 = 0. Since a code holds its neighbours, codes can be sharded over processes
+    like any tokens; ``codes % 5`` are the bases again.
 
     Args:
         symbols: (…, N) integers: 0 to 4 for A, C, G, T, N.
         k: digits of a code; 1 to 13.
-        both_sides: o = −1, 1, −2, 2, … (one base before, one after, …) for a model with ``is_causal=False``; else o = −1, −2, …
+        both_sides: True for a model with ``is_causal=False``: neighbours o = −1, 1, −2, 2, … on both sides; False: o = −1, −2, …
 
     Returns:
-        (…, N) in the dtype of ``symbols``. Beyond both ends are N.
+        (…, N) in the dtype of ``symbols``. Neighbours beyond the ends count as the base N.
 
     Raises:
         ValueError, TypeError: if symbols are not integers, or on the CPU not 0 to 4; if k is not 1 to 13.
     """
     k = as_int("k", k, minimum=1, maximum=MAX_KMER)
     check_bool("both_sides", both_sides)
-    _check_bases(symbols, _INTEGERS[:2])
+    _check_bases(symbols, _INTEGER_DTYPES[:2])
     n = symbols.shape[-1]
     padded = F.pad(symbols, (k - 1, k - 1), value=UNKNOWN)
     codes = symbols.clone()
@@ -188,9 +195,10 @@ def kmers(symbols: torch.Tensor, k: int, both_sides: bool) -> torch.Tensor:
 
 
 class KmerEmbedding(nn.Module):
-    """Σ_j table_j[code mod 5^j], j = 1 … k: vectors of a base, of it with its nearest neighbour, … of all k bases.
+    """Embeds the codes of ``kmers``, (B, N) → (B, N, E): Σ_j table_j[code mod 5^j], j = 1 … k.
 
-    (B, N) codes, as ``kmers`` makes them → (B, N, E). The first table starts at std E^-1/2, the others at 0.
+    Table 1 has a vector for each base, table 2 for each base with its nearest neighbour, … table k for all k bases. The first table starts
+    at std E^-1/2, the others at 0.
     """
 
     def __init__(self, k: int, embed_dim: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -199,10 +207,10 @@ class KmerEmbedding(nn.Module):
         first, *others = (nn.Embedding(NUM_BASES**j, embed_dim, device=device, dtype=dtype) for j in range(1, k + 1))
         nn.init.normal_(first.weight, std=embed_dim**-0.5)
         for table in others:
-            # what neighbours add is learned from nothing, the longer ones where there are enough of them
+            # what neighbours add starts at 0: a code that is seldom seen then relies on its shorter ones
             nn.init.zeros_(table.weight)
         self.tables = nn.ModuleList((first, *others))
-        # no codes have been read yet; see ``check_ids``
+        # whether ``check_ids`` has not read codes for this embedding yet
         self.is_new = True
 
     @property
@@ -223,22 +231,26 @@ class KmerEmbedding(nn.Module):
 
 
 def check_tokens(name: str, tokens: Any) -> None:
-    check_integers(name, tokens, _INTEGERS[:2])
+    """Raises TypeError or ValueError unless tokens are (batch, sequence) of int64 or int32."""
+    check_integers(name, tokens, _INTEGER_DTYPES[:2])
     if tokens.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(tokens.shape)}; expected (batch, sequence): for one sequence use {name}[None]")
 
 
 def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: bool = False, is_shard: bool = False) -> None:
-    """Raises ValueError for tokens that a model's embedding does not have, like ``check_range``, and for bases in place of k-mer codes;
-    never for an embedding that is not of this library or torch, as it may accept others. ``is_shard``: neighbours here may lie apart."""
+    """Raises ValueError for tokens that a model's embedding does not have, see ``check_range``, and for bases in place of k-mer codes.
+
+    An embedding that is neither torch's nor ``KmerEmbedding`` is not checked: it may accept any number. ``is_shard``: tokens are a shard
+    of a sequence, whose neighbours may lie apart, so that bases cannot be told from codes.
+    """
     if isinstance(embedding, KmerEmbedding):
-        # a GPU is waited for once in the life of a model: bases in place of codes end in no error there
+        # bases in place of codes cause no error on a GPU, so it is waited for to read them, once in the life of a model
         if not tokens.numel() or not has_values(tokens, waits=waits or embedding.is_new):
             return
         embedding.is_new, waits = False, True
         way_out = f"tokens of this model are codes of {embedding.k} bases: use model.encode(text or bases)"
         check_range(name, tokens, embedding.num_embeddings, waits=waits, limit=f"5^{embedding.k} − 1", way_out=way_out)
-        # the code of a base after any but A is at least 5
+        # a code whose neighbour before it is not A is at least 5, so codes that are all below 5 have only A before the last
         if not is_shard and bool((tokens < NUM_BASES).all()) and bool(tokens[..., :-1].any()):
             raise ValueError(f"{name} are bases, 0 to 4; expected codes below {embedding.num_embeddings}: {way_out}")
     elif isinstance(embedding, nn.Embedding):
@@ -246,8 +258,8 @@ def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: b
 
 
 def has_values(tensor: torch.Tensor, *, waits: bool = False) -> bool:
-    """Whether the host can read a tensor's values: on the CPU, or on any device if ``waits`` allows waiting for it. Compiled, mapped and
-    fake tensors have none to read, nor have those of a CUDA graph that is being captured."""
+    """Whether the host can read a tensor's values now: on the CPU, or, if ``waits``, after waiting for the device. There are no values to
+    read while code is compiled or mapped, in fake tensors, and while a CUDA graph is captured."""
     if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or torch._C._are_functorch_transforms_active():
         return False
     if tensor.device.type == "cpu":
@@ -265,14 +277,14 @@ def check_range(
     limit: str = "vocab_size − 1",
     way_out: str = "check the tokenizer, or make the model with a larger vocab_size",
 ) -> None:
-    """Raises ValueError for ids that are not in 0 … vocab_size − 1 and not ``ignore_index``, if ``vocab_size`` is not None and
-    ``has_values``. ``limit`` and ``way_out`` are parts of the message."""
+    """Raises ValueError if a token is neither in 0 … vocab_size − 1 nor ``ignore_index``. Checks nothing if ``vocab_size`` is None, or
+    where ``has_values`` is False. ``limit`` and ``way_out`` are parts of the message."""
     if vocab_size is None or not has_values(tokens, waits=waits):
         return
-    counted = tokens if ignore_index is None else tokens[tokens != ignore_index]
-    if not counted.numel():
+    checked = tokens if ignore_index is None else tokens[tokens != ignore_index]
+    if not checked.numel():
         return
-    low, high = (int(x) for x in torch.aminmax(counted))
+    low, high = (int(x) for x in torch.aminmax(checked))
     if low >= 0 and high < vocab_size:
         return
     but = "" if ignore_index is None else f", or {ignore_index} where a position does not count".replace("-", "−")

@@ -1,4 +1,6 @@
-"""What all attention modules without projections share: one class that attends, in one process and over several."""
+"""What all attention modules without projections have in common: ``Attention`` keeps their options; ``LocalAttention`` attends to whole
+sequences, ``RingModule`` to sequences that processes share.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,21 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern, with_sparsit
 from dilated_attention.pattern.blocks.compose import KINDS
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_number, one_of, shown
 
-# what a module shows of itself where it differs from the default, in this order
-_SHOWN = (
+# the options that a module's repr shows where they differ from their defaults, in this order
+_SHOWN_OPTIONS = (
     "window", "scale", "dropout", "head_offsets", "branch_heads", "tail", "mixture_grad", "deterministic", "backend", "precision",
     "head_steps",
 )  # fmt: skip
 
 
 class Attention(nn.Module):
-    """Holds a pattern and the options that are fixed at construction. ``LocalAttention`` and ``RingModule`` add ``forward``.
+    """Checks and keeps the pattern and the options of a module. ``LocalAttention`` and ``RingModule`` add ``forward``.
 
-    ``name``: the public class, whose options are accepted; ``branches``: segment_lengths and dilation_rates, or None; ``blocks``:
-    (pattern,), None in it with ``sparsity_ratio``, or () without blocks.
+    ``name``: the public class, whose options are accepted; ``branches``: (segment_lengths, dilation_rates), or None without branches;
+    ``blocks``: (pattern,), where pattern is None if ``sparsity_ratio`` is given; () without blocks.
     """
 
-    # the function that ``forward`` calls
+    # the public function that ``forward`` calls
     function: ClassVar[Callable[..., Any]]
     sinks: nn.Parameter | nn.UninitializedParameter | None
 
@@ -46,54 +48,54 @@ class Attention(nn.Module):
     ) -> None:
         check_names(name, options)
         super().__init__()
-        given = {**DEFAULTS, **options}
-        # the head dimension is not known yet; only scale=None would need it
-        self.scale = None if given["scale"] is None else check.check_scale(given["scale"], 1)
-        self.dropout = check.check_probability("dropout", given["dropout"])
-        self.deterministic = check.check_bool("deterministic", given["deterministic"])
-        registry.check_name(given["backend"])
-        self.backend: str = given["backend"]
-        sinks, num_heads = check.check_bool("sinks", given["sinks"]), given["num_heads"]
+        settings = {**DEFAULTS, **options}
+        # the check needs a head dimension, here 1, for scale=None alone
+        self.scale = None if settings["scale"] is None else check.check_scale(settings["scale"], 1)
+        self.dropout = check.check_probability("dropout", settings["dropout"])
+        self.deterministic = check.check_bool("deterministic", settings["deterministic"])
+        registry.check_name(settings["backend"])
+        self.backend: str = settings["backend"]
+        sinks, num_heads = check.check_bool("sinks", settings["sinks"]), settings["num_heads"]
         if num_heads is not None and not sinks:
             raise ValueError(f"num_heads is {num_heads} without sinks, for which alone it is; give sinks=True, or leave it out")
         self.sinks = None
         if sinks:
-            # like torch's lazy modules: the first call, or a loaded state, says how many heads there are
+            # without num_heads, the first call or a loaded state says how many heads there are, as in torch's lazy modules
             lazy = nn.UninitializedParameter()
             heads = None if num_heads is None else as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
             self.sinks = lazy if heads is None else nn.Parameter(torch.zeros(heads))
             self.register_load_state_dict_pre_hook(_make_loaded_sinks)
-        # the pattern as arguments of ``function``, but for defaults
-        self._shape: dict[str, Any] = {}
+        # the arguments of ``function`` that say the pattern; without those that have their default
+        self._pattern_arguments: dict[str, Any] = {}
         self._pattern: DilatedPattern | None = None
         self._blocks: BlockPattern | None = None
         if branches is not None:
-            self._pattern = DilatedPattern(*branches, **{key: given[key] for key in BranchOptions.__annotations__})
-            # as the pattern has made them, plain integers
-            whole = {key: getattr(self._pattern, key) for key in ("segment_lengths", "dilation_rates", *BranchOptions.__annotations__)}
-            self._shape = {key: value for key, value in whole.items() if value != DEFAULTS.get(key)}
+            self._pattern = DilatedPattern(*branches, **{key: settings[key] for key in BranchOptions.__annotations__})
+            # from the pattern, which has made plain integers of them
+            arguments = {key: getattr(self._pattern, key) for key in ("segment_lengths", "dilation_rates", *BranchOptions.__annotations__)}
+            self._pattern_arguments = {key: value for key, value in arguments.items() if value != DEFAULTS.get(key)}
         if blocks:
-            self._blocks = _chosen_pattern(blocks[0], given)
-            self._shape["pattern"] = self._blocks
-        one_of("mixture_grad", given["mixture_grad"], ("exact", "detached"))
-        one_of("precision", given["precision"], PRECISIONS)
-        if sinks and given["mixture_grad"] == "detached":
+            self._blocks = _block_pattern_of(blocks[0], settings)
+            self._pattern_arguments["pattern"] = self._blocks
+        one_of("mixture_grad", settings["mixture_grad"], ("exact", "detached"))
+        one_of("precision", settings["precision"], PRECISIONS)
+        if sinks and settings["mixture_grad"] == "detached":
             raise ValueError("sinks=True with mixture_grad='detached', which would give them no gradient; expected mixture_grad='exact'")
-        # what only some functions take
-        self._extra = [key for key in ("window", "mixture_grad", "precision") if key in KEYWORDS[name]]
-        for key in self._extra:
-            setattr(self, key, given[key])
+        # of the options that only some functions take, those that this one takes
+        self._extra_options = [key for key in ("window", "mixture_grad", "precision") if key in KEYWORDS[name]]
+        for key in self._extra_options:
+            setattr(self, key, settings[key])
 
     @property
     def pattern(self) -> Any:
-        """The pattern: which positions attend to which. It can count its pairs and FLOPs and draw itself."""
+        """Which positions attend to which. A pattern can count its pairs and FLOPs, and draw itself."""
         if self._pattern is None and self._blocks is None:
             raise AttributeError("attention to all positions has no pattern")
         return self._blocks if self._pattern is None else self._pattern
 
     @property
     def block_pattern(self) -> BlockPattern:
-        """Of branches together with blocks: the pattern of the kept blocks; ``pattern`` is that of the branches."""
+        """The pattern of the blocks, in a module that has branches and blocks; ``pattern`` is then that of the branches."""
         if self._pattern is None or self._blocks is None:
             raise AttributeError("this attention has no branches together with blocks")
         return self._blocks
@@ -104,44 +106,45 @@ class Attention(nn.Module):
             nn.init.zeros_(self.sinks)
 
     def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
-        """Returns the arguments that determine the attention weights: the pattern, the scale and the sinks."""
+        """Returns the arguments on which attention weights depend: the pattern, the scale and the sinks. Makes sinks in the first call."""
         if isinstance(self.sinks, nn.UninitializedParameter) and isinstance(query, torch.Tensor) and query.ndim == 4:
             _make_sinks(self.sinks, (query.shape[2],))
-        return {**self._shape, "scale": self.scale, "sinks": self.sinks}
+        return {**self._pattern_arguments, "scale": self.scale, "sinks": self.sinks}
 
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
-        """Returns what is fixed at construction as arguments of ``function``."""
-        given = self._map_arguments(query)
-        given["dropout_p"] = self.dropout if self.training else 0.0
-        given["deterministic"] = self.deterministic
-        given["backend"] = self.backend
-        for name in self._extra:
-            given[name] = getattr(self, name)
-        return given
+        """Returns the module's options as arguments of ``function``."""
+        arguments = self._map_arguments(query)
+        arguments["dropout_p"] = self.dropout if self.training else 0.0
+        arguments["deterministic"] = self.deterministic
+        arguments["backend"] = self.backend
+        for name in self._extra_options:
+            arguments[name] = getattr(self, name)
+        return arguments
 
     def extra_repr(self) -> str:
-        """The pattern, how the sequence is sharded, and every setting that differs from its default."""
-        parts = [f"{name}={list(self._shape[name])}" for name in ("segment_lengths", "dilation_rates") if name in self._shape]
+        """The pattern, how the sequence is sharded, and the options that differ from their defaults."""
+        branches = [name for name in ("segment_lengths", "dilation_rates") if name in self._pattern_arguments]
+        parts = [f"{name}={list(self._pattern_arguments[name])}" for name in branches]
         if self._blocks is not None:
             parts.append(f"block_pattern={self._blocks!r}" if parts else repr(self._blocks))
         if ring := getattr(self, "ring", None):
             parts.append(ring.extra_repr())
-        values = {**DEFAULTS, **self._shape, **vars(self)}
-        parts += [f"{name}={values[name]!r}" for name in _SHOWN if values[name] != DEFAULTS[name]]
+        settings = {**DEFAULTS, **self._pattern_arguments, **vars(self)}
+        parts += [f"{name}={settings[name]!r}" for name in _SHOWN_OPTIONS if settings[name] != DEFAULTS[name]]
         return ", ".join(parts if self.sinks is None else [*parts, "sinks=True"])
 
 
 def _make_loaded_sinks(module: Attention, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Makes sinks of the size of those that are about to be loaded."""
+    """A hook before ``load_state_dict``: gives sinks that have no size yet that of those to be loaded."""
     loaded = state.get(f"{prefix}sinks")
     if isinstance(module.sinks, nn.UninitializedParameter) and loaded is not None:
         _make_sinks(module.sinks, loaded.shape)
 
 
 def _make_sinks(sinks: nn.UninitializedParameter, shape: tuple[int, ...]) -> None:
-    """Makes a parameter of zeros, as in the constructor, whatever modes are on: one of inference mode could never be trained."""
+    """Gives sinks a size and sets them to 0, outside of all modes of torch: a parameter made in inference mode could not be trained."""
     with torch.inference_mode(False), contextlib.ExitStack() as stack:
-        # of functorch, whose transforms compiled code cannot leave
+        # outside of torch.func's transforms, too, which compiled code cannot leave
         if not torch.compiler.is_compiling():
             stack.enter_context(torch._C._DisableFuncTorch())
         stack.enter_context(_disable_current_modes())
@@ -149,9 +152,9 @@ def _make_sinks(sinks: nn.UninitializedParameter, shape: tuple[int, ...]) -> Non
         nn.init.zeros_(sinks)
 
 
-def _chosen_pattern(pattern: Any, given: Mapping[str, Any]) -> BlockPattern:
-    """Returns the given pattern, or the pattern of a sparsity ratio; exactly one of the two must be given."""
-    sparsity_ratio, sparsity, block_size, seed = (given[name] for name in BlockOptions.__annotations__)
+def _block_pattern_of(pattern: Any, settings: Mapping[str, Any]) -> BlockPattern:
+    """Returns the given block pattern, or that of a sparsity ratio; raises ValueError unless exactly one of the two is given."""
+    sparsity_ratio, sparsity, block_size, seed = (settings[name] for name in BlockOptions.__annotations__)
     if (pattern is None) == (sparsity_ratio is None):
         which = "neither" if pattern is None else f"both (pattern {shown(pattern)}, sparsity_ratio {shown(sparsity_ratio)})"
         raise ValueError(
@@ -174,7 +177,7 @@ def _chosen_pattern(pattern: Any, given: Mapping[str, Any]) -> BlockPattern:
 
 
 class LocalAttention(Attention):
-    """An attention that takes projected queries, keys and values of whole sequences."""
+    """A module that takes projected queries, keys and values of whole sequences."""
 
     @shows_options
     def forward(
@@ -223,8 +226,8 @@ class LocalAttention(Attention):
 
 
 class RingModule(Attention):
-    """An attention that takes projected queries, keys and values of the rows that this process holds; ``ring`` says where they are. For its
-    options see ``ring_dilated_attention`` and ``ring_block_sparse_attention``."""
+    """A module that takes projected queries, keys and values of the rows that this process holds. ``ring`` says how processes share the
+    sequence. For the options see ``ring_dilated_attention`` and ``ring_block_sparse_attention``."""
 
     ring: RingSettings
     # the function for a whole sequence in one process, which ``forward_unsharded`` calls
@@ -263,13 +266,13 @@ class RingModule(Attention):
         """
         ring = self.ring.arguments()
         if self._blocks is not None:
-            # the keys of blocks arrive in one way alone
+            # keys of blocks are exchanged in one way, so this function takes no ``exchange``
             ring = {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}
         return self.function(query, key, value, **self._arguments(query), **ring, return_lse=return_lse, **options)
 
     def forward_unsharded(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
     ) -> torch.Tensor:
-        """Computes the same attention over a sequence held whole by this process, as a cached one is: see ``DilatedAttention.forward``."""
+        """Computes the same attention over a sequence that this process holds whole, as with a cache. See ``DilatedAttention.forward``."""
         out: torch.Tensor = self.unsharded(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
         return out

@@ -52,7 +52,7 @@ class MultiheadAttention(nn.Module):
         sinks_of = self.num_heads if options.get("sinks") is True else None
         self.attention = core(*patterns, num_heads=sinks_of, **of_core)
         self.attention.to(device=of_projections["device"], dtype=of_projections["dtype"])
-        if "segment_lengths" in self.attention._shape:
+        if "segment_lengths" in self.attention._pattern_arguments:
             # refuses lists of offsets that do not have one entry per head
             self.attention.pattern.offsets(self.num_heads)
         self.reset_parameters()

@@ -1,4 +1,8 @@
-"""The problem being planned: one attention call on one machine, as a frozen record that every part of the plan reads."""
+"""``Problem``: one attention call on one machine, to be planned. Every part of a plan reads this frozen record.
+
+A *kind* is the name of a call: ``"dense"``, ``"dilated"``, ``"block_sparse"``, or over several processes ``"ring"``, ``"ring_dilated"``,
+``"ring_block_sparse"``. What one process of a kind computes is one of the first three.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +19,36 @@ from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.gpus import Gpu, machine_of
 from dilated_attention.validation import DTYPES, MAX_HEAD_DIM, check_bool, check_counts
 
-# each kind, and the kind of attention that one of its processes computes
+# each kind -> what one of its processes computes
 KINDS = {kind: kind for kind in RING_KINDS.values()} | RING_KINDS
 RINGS = tuple(RING_KINDS)
-# dense attention as a pattern: one segment, every position
+# dense attention as a dilated pattern: one segment, every position
 WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
-# the packages assumed on another machine: those of the measured Hopper tables
+# another machine is taken to have these packages, with which the tables of Hopper were measured
 _PACKAGES = frozenset({"flash-attn-4", "triton"})
-# upper limits of what can be planned: beyond real hardware, yet figures stay exact and fast to compute
+# the largest numbers that can be planned: beyond real hardware, yet figures stay exact and fast to compute
 MOST = {"num_positions": 2**40, "num_heads": 512, "batch_size": 2**31, "world_size": 128}
 MOST |= {"weight_shards": 2**20, "gpus": 2**16, "users": 2**31}
 MOST_BRANCHES = 32
-# blocks drawn for a row, each of which a row of blocks is compared with
+# the most random blocks of a row: the time to count them grows with each
 MOST_DRAWN = 1024
-# elements of q: the byte counts derived from it must fit in 64 bits
+# the most elements of q: byte counts that follow from it must fit in 64 bits
 MOST_ELEMENTS = 2**56
 
 
 def kind_of(computes: str, world_size: int) -> str:
-    """Returns the kind whose processes compute ``"dense"``, ``"dilated"`` or ``"block_sparse"`` attention."""
+    """Returns the kind of which each of ``world_size`` processes computes ``"dense"``, ``"dilated"`` or ``"block_sparse"`` attention."""
     return computes if as_int("world_size", world_size) == 1 else next(ring for ring, kind in RING_KINDS.items() if kind == computes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call, checked and completed by ``make_problem``. ``kind``: a name of ``KINDS``; ``machine, hardware``: a GPU or a CPU, for
-    figures and for the choice of backends; ``exchange``: for ``"ring"`` and ``"ring_dilated"``, see ``ring_attention``."""
+    """One call, checked and completed by ``make_problem``.
+
+    ``kind``: a key of ``KINDS``; ``num_positions``: of the whole sequence; ``layout``, ``exchange``: how processes share it, and how they
+    exchange keys, see ``plan_attention``; ``machine``: the GPU or CPU, for its figures; ``hardware``: the same, as the choice of backends
+    sees it.
+    """
 
     kind: str
     pattern: DilatedPattern | BlockPattern
@@ -60,20 +68,22 @@ class Problem:
 
     @property
     def computes(self) -> str:
-        """Returns ``"dense"``, ``"dilated"`` or ``"block_sparse"``."""
+        """What one process computes: ``"dense"``, ``"dilated"`` or ``"block_sparse"``."""
         return KINDS[self.kind]
 
     @property
     def rows(self) -> int:
-        """Returns the number of positions of the rank that holds the most."""
-        # also for a zigzag: its longer runs come first, so no rank has two of them before every rank has one
+        """The number of positions on the rank that holds the most."""
+        # this holds for a zigzag, too: its longer runs come first, so no rank gets a second one before every rank has one
         return -(-self.num_positions // self.world_size)
 
     def of_length(self, num_positions: int) -> Problem:
+        """Returns the same call at another length."""
         return replace(self, num_positions=num_positions)
 
     def backend(self, *, backward: bool, length: int, block_masks: str = "none") -> tuple[str, AttentionRequest]:
-        """Returns (name, request) of the backend chosen for ``length`` rows and, of block lists, these masks; raises BackendUnavailable."""
+        """Returns (name, request) of the backend that is chosen for problems of ``length`` rows. Of block lists, ``length`` is the mean
+        number of keys of a row, and ``block_masks`` the kind of masks. Raises BackendUnavailable if no backend supports the request."""
         pattern = self.pattern
         request = AttentionRequest(
             hardware=self.hardware, dtype=self.dtype, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
@@ -103,7 +113,8 @@ def make_problem(
     gpu: str | Gpu | None = "cpu",
     memory: int | None = None,
 ) -> Problem:
-    """Builds the record: fills in defaults and refuses what is not possible. For the arguments see ``plan_attention``."""
+    """Returns the record of a call, with defaults filled in; raises ValueError or TypeError for what cannot be. Arguments: see
+    ``plan_attention``."""
     one_of("kind", kind, tuple(KINDS))
     machine = machine_of(gpu, memory)
     sizes = {"num_positions": num_positions, "num_heads": num_heads, "batch_size": batch_size, "world_size": world_size}
@@ -135,13 +146,13 @@ def make_problem(
         else replace(EXAMPLES["hopper"], capability=machine.capability, packages=_PACKAGES, name=machine.name)
     )
     return Problem(
-        kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, num_heads), dtype=_dtype(dtype, machine),
+        kind=kind, pattern=_pattern_of(kind, segment_lengths, dilation_rates, pattern, num_heads), dtype=_dtype_of(dtype, machine),
         layout=layout, exchange=exchange, is_causal=is_causal, training=training, machine=machine, hardware=hardware, **sizes,
     )  # fmt: skip
 
 
-def _dtype(dtype: Any, machine: Gpu) -> torch.dtype:
-    """Checks a dtype; None means bfloat16 for a GPU that supports it, float16 for an older one, float32 for a CPU."""
+def _dtype_of(dtype: Any, machine: Gpu) -> torch.dtype:
+    """Returns the checked dtype; for None bfloat16 on a GPU that supports it, float16 on an older one, float32 on a CPU."""
     if dtype is None:
         return torch.float32 if machine.is_cpu else torch.bfloat16 if machine.capability >= (8, 0) else torch.float16
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
@@ -150,6 +161,7 @@ def _dtype(dtype: Any, machine: Gpu) -> torch.dtype:
 
 
 def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: Any, num_heads: int) -> DilatedPattern | BlockPattern:
+    """Returns the call's pattern; raises ValueError or TypeError if the arguments do not fit the kind."""
     computes, branches = KINDS[kind], (segment_lengths, dilation_rates) != (None, None)
     if computes == "dense" and (branches or pattern is not None):
         raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")

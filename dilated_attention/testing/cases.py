@@ -1,4 +1,4 @@
-"""Random test cases: a case is one call with all its options, drawn at random; its tensors are made from its seed.
+"""Random test cases. A ``Case`` is one call with all its options. ``random_case`` draws one; ``inputs`` makes its tensors from its seed.
 
 Shape letters: B batch, N positions, H query heads, D head dim.
 """
@@ -35,6 +35,7 @@ from dilated_attention.pattern import (
 T = TypeVar("T")
 
 HEAD_DIMS = (1, 3, 8, 16, 24, 48, 59, 64)
+# how a tensor (B, N, H, D) lies in memory, see ``make_tensor``
 LAYOUTS = (
     "contiguous",
     "heads_first",
@@ -49,7 +50,7 @@ LAYOUTS = (
 
 
 class Chooser(Protocol):
-    """The source of a case's choices: ``random.Random``, or a hypothesis strategy that shrinks towards the first choice."""
+    """What a case is drawn with: a ``random.Random``, or an adapter of hypothesis, which shrinks towards the first choice."""
 
     def randint(self, a: int, b: int, /) -> int: ...
 
@@ -58,7 +59,7 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What ``random_case`` may draw. The defaults are everything that plain torch can do."""
+    """What ``random_case`` may draw; each flag allows an option. Plain torch can compute what the defaults allow."""
 
     head_dims: tuple[int, ...] = HEAD_DIMS
     max_length: int = 70
@@ -71,19 +72,19 @@ class Space:
     softcap: bool = False
     bias: bool = False
     lse_grad: bool = True
-    # every case has a block pattern; with blocks of 64 and more, ``max_length`` is to be some hundred
+    # every case has a block pattern; since blocks have 64 positions or more, ``max_length`` should be a few hundred
     blocks: bool = False
 
     @classmethod
     def of_backend(cls, name: str, **changes: Any) -> Space:
-        """Returns what the backend's declared capabilities allow."""
+        """Returns the space of what a backend says that it supports. ``changes``: fields with other values."""
         capabilities = registry.get(name).capabilities
         dims = tuple(sorted(capabilities.head_dims or HEAD_DIMS))
         dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0) or (
             capabilities.head_dim_multiple,
         )
-        able = {name: getattr(capabilities, name) for name in ("window", "dropout", "softcap", "bias")}
-        return replace(cls(head_dims=dims, padding=capabilities.key_mask, **able), **changes)
+        supported = {name: getattr(capabilities, name) for name in ("window", "dropout", "softcap", "bias")}
+        return replace(cls(head_dims=dims, padding=capabilities.key_mask, **supported), **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +92,15 @@ class Case:
     """One call with all its options. Its repr rebuilds it; ``inputs`` makes its tensors from ``seed``.
 
     Args:
-        pattern: dilated branches, or a block pattern, with which ``block_sparse_attention`` is called.
-        branches: dilated branches beside a block pattern: ``block_sparse_dilated_attention``.
-        window: a window for ``attention``, which is called instead of ``dilated_attention``; the pattern is then one segment of rate 1.
-        padding: ``"none"`` · ``"some"`` keys · ``"row"``: some, and every key of the first sequence · ``"all"`` keys.
+        pattern: dilated branches, for ``dilated_attention``; or a block pattern, for ``block_sparse_attention``.
+        branches: dilated branches beside a block pattern, for ``block_sparse_dilated_attention``.
+        window: a window, for ``attention``; the pattern is then one segment of rate 1.
+        padding: which keys are padding: ``"none"`` · ``"some"`` · ``"row"``: some, and all of the first sequence · ``"all"``.
         bounds: bounds of packed documents, as in ``cu_seqlens``.
-        lse_grad: whether the loss depends on lse, too.
+        lse_grad: whether the loss depends on lse as well as on out.
         sinks: whether the heads have learned sinks.
         softcap: scores are softcap · tanh(s / softcap); None for s.
-        bias: ``"none"`` · ``"alibi"`` · ``"line"``, ``"plane"``: distances of coordinates in one and two dimensions.
+        bias: ``"none"`` · ``"alibi"`` · distances of random coordinates in one (``"line"``) or two (``"plane"``) dimensions.
         layouts: memory layouts of q, k, v and dout, from ``LAYOUTS``.
     """
 
@@ -128,12 +129,13 @@ class Case:
 
     @property
     def dilated(self) -> DilatedPattern | None:
+        """The dilated branches, whether alone or beside a block pattern; None without."""
         return self.pattern if isinstance(self.pattern, DilatedPattern) else self.branches
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a case. ``dlse`` is the factor of lse in the loss; it is zero if the case has no gradient of lse."""
+    """The tensors of a case. The loss is the sum of out · ``dout`` and lse · ``dlse``; ``dlse`` is zero without ``lse_grad``."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -147,8 +149,11 @@ class Inputs:
     slopes: torch.Tensor | None = None
 
     def reach(self, name: str) -> float:
-        """Returns the size of what a result sums, for inputs of order 1: of ``dslopes``, whose terms cancel, the largest distance times a
-        tenth of the root of the number of rows, whose roundings are independent."""
+        """Returns the factor by which the error bound of a result (``"dq"``, …) grows: 1 for all but ``"dslopes"``.
+
+        ``dslopes`` sums terms as large as distances, which cancel. Its factor is the largest distance times a tenth of the root of the
+        number of rows, whose rounding errors are independent.
+        """
         if name != "dslopes" or self.coordinates is None or not self.coordinates.numel():
             return 1.0
         return max(1.0, float(self.coordinates.max())) * max(1.0, 0.1 * (self.q.shape[0] * self.q.shape[1]) ** 0.5)
@@ -210,53 +215,55 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
     blocks = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None)
     if chance(25):
         amount: Any = draw.choice([{"blocks": 1}, {"blocks": 2}, {"density": 0.4}, {"mass": 0.6}])
-        static: Any = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None, depth=1) if chance(50) else None
-        blocks = TopBlocks(**amount, **{draw.choice(["always", "within"]): static}, block_size=block)
+        static_pattern: Any = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None, depth=1) if chance(50) else None
+        blocks = TopBlocks(**amount, **{draw.choice(["always", "within"]): static_pattern}, block_size=block)
     return replace(case, pattern=blocks, branches=pattern if chance(25) else None, window=None, mixture_grad="exact")
 
 
 def scattered(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A function of single pairs for ``MaskFunction``."""
+    """A mask function, for ``MaskFunction``, that keeps two in five pairs, spread out."""
     return (query * 7 + key * 3 + head) % 5 < 2
 
 
 def random_blocks(
     draw: Chooser, heads: int, num_positions: int, block_size: tuple[int, int], *, any_length: bool, depth: int = 2
 ) -> BlockPattern:
-    """Draws a block pattern, or several joined by |, & and by head; ``any_length``: one that exists at every length."""
+    """Draws a block pattern, or several of them joined by |, & or by head. ``any_length``: one that exists at every length; ``depth``: how
+    often joined patterns may be joined again."""
     if depth and draw.randint(0, 2) == 2:
         parts = [
             random_blocks(draw, heads, num_positions, block_size, any_length=any_length, depth=depth - 1) for _ in range(draw.randint(2, 3))
         ]
-        how = draw.choice(["or", "and", "heads"])
-        if how == "heads":
+        operation = draw.choice(["or", "and", "heads"])
+        if operation == "heads":
             return PerHead(tuple(parts[h % len(parts)] for h in range(heads)))
-        return parts[0] | parts[1] if how == "or" else parts[0] & parts[1]
+        return parts[0] | parts[1] if operation == "or" else parts[0] & parts[1]
 
-    def some(most: int = 150) -> int:
+    def number(most: int = 150) -> int:
         return draw.randint(0, most)
 
-    same: Any = {"block_size": block_size}
-    cut, tiles = some(num_positions), [-(-num_positions // size) for size in block_size]
+    sizes: Any = {"block_size": block_size}
+    cut, tiles = number(num_positions), [-(-num_positions // size) for size in block_size]
     kept = torch.rand(heads, *tiles, generator=torch.Generator().manual_seed(cut)) < 0.5
-    every: list[Any] = [
-        lambda: LocalWindow((draw.choice([None, some()]), draw.choice([None, some()])), **same),
-        lambda: Causal(**same),
-        lambda: GlobalLocal(some(), some(), **same),
-        lambda: BigBird(some(), some(3), some(2), seed=some(9), **same),
-        lambda: Strided(1 + some(3), some(2), **same),
-        lambda: DilatedBlocks(1 + some(2), 1 + some(2), **same),
-        lambda: Axial(1 + some(299), **same),
-        lambda: RandomBlocks(draw.choice([0.0, 0.2, 0.5, 1.0]), seed=some(9), **same),
-        lambda: Sparsity(draw.choice([0.1, 0.6]), draw.choice(["random", "local", "global_local"]), **same),
-        lambda: MaskFunction(scattered, per_head=draw.choice([False, True]), **same),
+    kinds: list[Any] = [
+        lambda: LocalWindow((draw.choice([None, number()]), draw.choice([None, number()])), **sizes),
+        lambda: Causal(**sizes),
+        lambda: GlobalLocal(number(), number(), **sizes),
+        lambda: BigBird(number(), number(3), number(2), seed=number(9), **sizes),
+        lambda: Strided(1 + number(3), number(2), **sizes),
+        lambda: DilatedBlocks(1 + number(2), 1 + number(2), **sizes),
+        lambda: Axial(1 + number(299), **sizes),
+        lambda: RandomBlocks(draw.choice([0.0, 0.2, 0.5, 1.0]), seed=number(9), **sizes),
+        lambda: Sparsity(draw.choice([0.1, 0.6]), draw.choice(["random", "local", "global_local"]), **sizes),
+        lambda: MaskFunction(scattered, per_head=draw.choice([False, True]), **sizes),
     ]
     if not any_length and num_positions:
-        every += [lambda: Document((cut, num_positions - cut), **same), lambda: BlockTensor(kept, **same)]
-    return draw.choice(every)()  # type: ignore[no-any-return]
+        kinds += [lambda: Document((cut, num_positions - cut), **sizes), lambda: BlockTensor(kept, **sizes)]
+    return draw.choice(kinds)()  # type: ignore[no-any-return]
 
 
 def random_branches(draw: Chooser, heads: int, num_keys: int, max_segment: int | None) -> DilatedPattern:
+    """Draws a dilated pattern of one to four branches."""
     longest = min(2 * num_keys + 2, max_segment or 2 * num_keys + 2)
     lengths = [draw.randint(1, draw.choice([min(8, longest), longest])) for _ in range(draw.randint(1, 4))]
     if max_segment is None and draw.randint(0, 9) == 9:
@@ -273,13 +280,13 @@ def random_branches(draw: Chooser, heads: int, num_keys: int, max_segment: int |
 def make_tensor(
     shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device | str, generator: torch.Generator
 ) -> torch.Tensor:
-    """Returns normally distributed numbers of shape (B, N, H, D), the same on every device, stored in memory as ``layout`` says."""
+    """Returns normally distributed numbers of shape (B, N, H, D), the same on every device, that lie in memory as ``layout`` says."""
     B, N, H, D = shape
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
-    made = {
+    makers = {
         "contiguous": lambda: normal(B, N, H, D),
         "heads_first": lambda: normal(B, H, N, D).transpose(1, 2),
         "packed": lambda: normal(B, N, 3, H, D)[:, :, 1],
@@ -290,13 +297,13 @@ def make_tensor(
         "expanded_heads": lambda: normal(B, N, 1, D).expand(B, N, H, D),
         "expanded_rows": lambda: normal(B, 1, H, D).expand(B, N, H, D),
     }
-    if layout not in made:
-        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(map(repr, made))}")
-    return made[layout]()
+    if layout not in makers:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(map(repr, makers))}")
+    return makers[layout]()
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
-    """Returns the case's tensors; equal for equal ``case.seed``, up to the rounding to ``dtype``."""
+    """Returns the case's tensors. Equal cases have equal ones on all devices, up to their rounding to ``dtype``."""
     generator = torch.Generator().manual_seed(case.seed)
     queries = (case.batch, case.num_queries, case.heads, case.head_dim)
     keys = (case.batch, case.num_keys, case.kv_heads, case.head_dim)
@@ -310,7 +317,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
         padding[: {"some": 0, "row": 1, "all": case.batch}[case.padding]] = True
         padding = padding.to(device)
     cu_seqlens = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device=device)
-    # in the inputs' dtype for every other case, else in that of lse
+    # sinks and slopes have the inputs' dtype in every other case, else that of lse
     sinks = torch.randn(case.heads, generator=generator, dtype=torch.float64).mul_(2).to(dtype if case.seed % 2 else accumulation)
     coordinates = slopes = None
     if case.bias != "none":
@@ -318,7 +325,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
         width, batch = 2 if case.bias == "plane" else 1, case.batch if case.seed % 3 else 1
         coordinates = torch.rand(batch, case.num_keys, width, generator=generator).mul_(8).to(device)
         if case.bias == "alibi":
-            # documents and halves keep distances small enough for weights that are not 0
+            # slopes are small, so that distant keys keep weights above 0
             slopes, coordinates = slopes / 8, torch.arange(case.num_keys, device=device, dtype=torch.float32)[None, :, None]
-    shared = padding, cu_seqlens, sinks.to(device) if case.sinks else None
-    return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), *shared, coordinates, slopes)
+    options = padding, cu_seqlens, sinks.to(device) if case.sinks else None
+    return Inputs(q, k, v, dout, dlse.to(accumulation).to(device), *options, coordinates, slopes)

@@ -1,6 +1,9 @@
-"""Oracles for the results of a case: the definition row by row, and softmax attention in plain PyTorch in any dtype.
+"""Oracles: what a case's results should be. ``reference`` is the definition, row by row; ``plain_attention`` is softmax attention over all
+pairs in plain PyTorch, in any dtype.
 
-Shape letters: B batch, N query positions, M key positions, H query heads, G branches.
+m counts how often a query sees a key, and z how many zero keys it sees, whose score and value are 0.
+
+Letters: B batch, H query heads, G branches; N = Nq query positions, M = Nk key positions. Suffixes such as _BHNM are shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from dilated_attention.testing.cases import Case, Inputs
 def multiplicities(
     case: Case, key_padding_mask: torch.Tensor | None, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) of the branches, as ``engine.reference`` defines them."""
+    """Returns (m (G, B or 1, H, Nq, Nk), z (G, 1, H, Nq)) of the case's branches, as ``engine.reference`` defines them; G is 0 without
+    branches."""
     shape = case.num_queries, case.num_keys, case.heads
     if case.dilated is None:
         z = torch.zeros(0, 1, case.heads, case.num_queries, device=device)
@@ -36,9 +40,9 @@ def multiplicities(
 
 
 def block_multiplicities(case: Case, x: Inputs) -> torch.Tensor:
-    """Returns m (B, H, Nq, Nk) of the case's block pattern by its definition; one that content chooses does so for each batch entry."""
+    """Returns m (B, H, Nq, Nk) of the case's block pattern, by its definition. If q and k choose blocks, each batch entry has its own."""
     m = torch.zeros(case.batch, case.heads, case.num_queries, case.num_keys, device=x.q.device)
-    where: Any = {"is_causal": case.is_causal, "query_offset": case.query_offset}
+    options: Any = {"is_causal": case.is_causal, "query_offset": case.query_offset}
     for start, end in itertools.pairwise(case.bounds or (0, case.num_keys)):
         rows = slice(0, case.num_queries) if case.bounds is None else slice(start, end)
         for b in range(case.batch if end > start else 0):
@@ -46,9 +50,9 @@ def block_multiplicities(case: Case, x: Inputs) -> torch.Tensor:
             hidden = None if x.key_padding_mask is None else x.key_padding_mask[b : b + 1, start:end]
             if pattern.is_chosen:
                 q, k = x.q[b : b + 1, rows], x.k[b : b + 1, start:end]
-                pattern = pattern.choose(q, k, scale=case.scale, key_padding_mask=hidden, **where)
-            kept = pattern.dense_mask(rows.stop - rows.start, end - start, case.heads, **where).to(m.device)
-            m[b, :, rows, start:end] = kept if hidden is None else kept & ~hidden[:, None]
+                pattern = pattern.choose(q, k, scale=case.scale, key_padding_mask=hidden, **options)
+            keeps = pattern.dense_mask(rows.stop - rows.start, end - start, case.heads, **options).to(m.device)
+            m[b, :, rows, start:end] = keeps if hidden is None else keeps & ~hidden[:, None]
     return m
 
 
@@ -62,63 +66,67 @@ def dropout_keep(case: Case, seed: int, device: torch.device | str = "cpu") -> t
 
 
 def op_seed(case: Case) -> int:
-    """Returns the dropout seed that the next call draws after ``torch.manual_seed(case.seed)``."""
+    """Returns the dropout seed that a call draws right after ``torch.manual_seed(case.seed)``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
 def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of softmax attention in plain PyTorch over the case's multiset of keys, all in q's dtype; differentiable."""
+    """Returns (out, lse) of the case by softmax attention in plain PyTorch, all in q's dtype; differentiable."""
     parts = [part[1:] for part in softmax_parts(case, x, q, k, v)]
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([lse for _, lse in parts]).detach()
     lse = lses.logsumexp(0)
-    mixing = (lses - _finite(lse)).exp().transpose(2, 3)
+    mixing = (lses - _finite_lse(lse)).exp().transpose(2, 3)
     return sum((out * weight[..., None] for (out, _), weight in zip(parts, mixing, strict=True)), torch.zeros_like(q)), lse
 
 
 def softmax_parts(
     case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Returns (p, out, lse) of each softmax that has its own gradient: one, or one per branch with detached mixing. p is before dropout."""
+    """Returns (p, out, lse) of each softmax that the gradient treats apart: one, or with detached mixing one per branch. p (B, H, Nq, Nk)
+    are the weights before dropout."""
     m, z = multiplicities(case, x.key_padding_mask, q.device)
     if case.mixture_grad == "exact":
         m, z = m.sum(0, keepdim=True), z.sum(0, keepdim=True)
     if isinstance(case.pattern, BlockPattern):
         m = m + block_multiplicities(case, x)
     k, v = (y.repeat_interleave(case.heads // case.kv_heads, dim=2) for y in (k, v))
-    s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale(case)
+    s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale_of(case)
     if case.softcap is not None:
         s_BHNM = case.softcap * (s_BHNM / case.softcap).tanh()
     if x.coordinates is not None and x.slopes is not None:
         # coordinates are exact in float32, whatever q's dtype
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = distance_scores(x.coordinates.to(wide), x.slopes.to(wide), case.query_offset, case.num_queries)
-        s_BHNM = s_BHNM - scores.to(q.dtype)
-    # two keys of value 0: one for the zero keys, whose score is 0, and the sink
-    others = [s_BHNM.new_zeros(*s_BHNM.shape[:-1], 1)]
+        penalty = distance_scores(x.coordinates.to(wide), x.slopes.to(wide), case.query_offset, case.num_queries)
+        s_BHNM = s_BHNM - penalty.to(q.dtype)
+    # after the keys come columns whose value is 0: one for all zero keys, of score 0, and one for the sink
+    extra_scores = [s_BHNM.new_zeros(*s_BHNM.shape[:-1], 1)]
     if x.sinks is not None:
-        others.append(x.sinks.to(q.dtype)[:, None, None].expand_as(others[0]))
-    s_BHNM = torch.cat([s_BHNM, *others], dim=-1)
+        extra_scores.append(x.sinks.to(q.dtype)[:, None, None].expand_as(extra_scores[0]))
+    s_BHNM = torch.cat([s_BHNM, *extra_scores], dim=-1)
     keep = dropout_keep(case, op_seed(case), q.device).to(q.dtype) / (1 - case.dropout_p) if case.dropout_p else None
     parts = []
     for m_BHNM, z_BHN in zip(m, z, strict=True):
         z_BHN1 = z_BHN[..., None].expand(*m_BHNM.shape[:-1], 1)
-        times = torch.cat([m_BHNM, z_BHN1, *[torch.ones_like(z_BHN1)] * (len(others) - 1)], dim=-1).expand(s_BHNM.shape)
-        empty = (times == 0).all(-1, keepdim=True)
-        logits = torch.where(times > 0, s_BHNM + times.clamp(min=1).double().log().to(q.dtype), -torch.inf)
-        logits = torch.where(empty, 0.0, logits)
-        p_BHNM = torch.where(empty, 0.0, logits.softmax(-1))[..., : case.num_keys]
+        counts = torch.cat([m_BHNM, z_BHN1, *[torch.ones_like(z_BHN1)] * (len(extra_scores) - 1)], dim=-1).expand(s_BHNM.shape)
+        sees_nothing = (counts == 0).all(-1, keepdim=True)
+        logits = torch.where(counts > 0, s_BHNM + counts.clamp(min=1).double().log().to(q.dtype), -torch.inf)
+        logits = torch.where(sees_nothing, 0.0, logits)
+        p_BHNM = torch.where(sees_nothing, 0.0, logits.softmax(-1))[..., : case.num_keys]
         out = torch.einsum("bhij,bjhd->bihd", p_BHNM if keep is None else p_BHNM * keep, v)
-        parts.append((p_BHNM, out, torch.where(empty[..., 0], -torch.inf, logits.logsumexp(-1))))
+        parts.append((p_BHNM, out, torch.where(sees_nothing[..., 0], -torch.inf, logits.logsumexp(-1))))
     return parts
 
 
 def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
-    """Returns the errors of dq, dk, dslopes and dsinks if only the saved out is rounded to the inputs' dtype: a flash backward computes δ =
-    rowsum(dout ∘ out) from it. Plain softmax keeps p instead, and happens to be exact if everything cancels (a single key)."""
+    """Returns the largest errors of dq, dk, dslopes and dsinks if nothing but the saved out is rounded to the inputs' dtype.
+
+    A flash backward computes δ = rowsum(dout ∘ out) from this out. Plain softmax saves p instead. Its own error is no measure for δ's: it
+    happens to be 0 where everything cancels, as with a single key.
+    """
     q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
     with torch.no_grad():
         parts = softmax_parts(case, x, q, k, v)
@@ -129,29 +137,30 @@ def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
             delta_error = (dout * (out.to(x.q.dtype).double() - out)).sum(-1).transpose(1, 2)
             if x.sinks is not None:
                 errors["dsinks"] = largest(((x.sinks.double()[:, None] - lse).exp() * delta_error).sum((0, 2)))
-            ds_BHNM += p_BHNM * ((part_lse - _finite(lse)).exp() * delta_error * _scale(case))[..., None]
+            ds_BHNM += p_BHNM * ((part_lse - _finite_lse(lse)).exp() * delta_error * _scale_of(case))[..., None]
         if x.coordinates is not None and x.slopes is not None:
             distance = distance_scores(x.coordinates.double(), torch.ones_like(x.slopes.double()), case.query_offset, case.num_queries)
-            # rows' errors have any sign, and a part of the softmax that is rounded by itself has others: three standard deviations
-            of_rows = (ds_BHNM / _scale(case) * distance).sum(3)
-            errors["dslopes"] = 3 * largest(of_rows.square().sum((0, 2)).sqrt())
-        group = case.heads // case.kv_heads
-        dq = torch.einsum("bhij,bjhd->bihd", ds_BHNM, k.repeat_interleave(group, dim=2))
+            # the errors of rows have random signs, so three standard deviations bound their sum
+            row_errors = (ds_BHNM / _scale_of(case) * distance).sum(3)
+            errors["dslopes"] = 3 * largest(row_errors.square().sum((0, 2)).sqrt())
+        heads_per_kv = case.heads // case.kv_heads
+        dq = torch.einsum("bhij,bjhd->bihd", ds_BHNM, k.repeat_interleave(heads_per_kv, dim=2))
         dk = torch.einsum("bhij,bihd->bjhd", ds_BHNM, q)
-        dk = dk.reshape(case.batch, case.num_keys, case.kv_heads, group, case.head_dim).sum(3)
+        dk = dk.reshape(case.batch, case.num_keys, case.kv_heads, heads_per_kv, case.head_dim).sum(3)
     return errors | {"dq": largest(dq), "dk": largest(dk)}
 
 
-def _scale(case: Case) -> float:
+def _scale_of(case: Case) -> float:
     return case.head_dim**-0.5 if case.scale is None else case.scale
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
+def _finite_lse(lse: torch.Tensor) -> torch.Tensor:
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
 def reference(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls ``engine.reference.reference_attention`` on the case: the definition itself, row by row on the CPU. For small N."""
+    """Returns (out, lse) of a case without a block pattern by the definition itself, ``engine.reference.reference_attention``: row by row
+    on the CPU, for small N."""
     assert isinstance(case.pattern, DilatedPattern), "blocks are defined by their dense mask: plain_attention"
     names = ("is_causal", "scale", "query_offset", "window", "mixture_grad", "dropout_p", "softcap")
     options = {name: getattr(case, name) for name in names}

@@ -1,13 +1,14 @@
-"""What slide encoders and vision transformers share: LongNet's encoder, a norm and a head, over a sequence that processes may share.
+"""What slide encoders and vision transformers have in common: LongNet's encoder, a norm and a head; and how class tokens enter a sequence
+of tiles, or patches, that several processes share.
 
-There a class token is a position of the sequence, so S of them change which process holds which tile. With contiguous shards of 9 tiles
-over 2 processes and one class token c, tile 4 moves:
+A class token is a position of the sequence, so S class tokens change which process holds which tile. Take contiguous shards of 9 tiles over
+2 processes, and one class token c. Tile 4 moves from the second process to the first:
 
     tiles        0 1 2 3 4 | 5 6 7 8
     sequence   c 0 1 2 3 | 4 5 6 7 8
 
-All class tokens begin on the first process. For contiguous shards at most S rows leave a process, for zigzag 2S; of striped shards
-almost all rows move.
+Before that move, the first process holds all class tokens. Of contiguous shards at most S rows leave a process, of zigzag shards 2S; of
+striped shards almost all rows move.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from dilated_attention.models.stack import LongNetEncoder, ModelOptions, stack_o
 from dilated_attention.modules import RingSettings
 from dilated_attention.pattern.checks import one_of, shown
 
-Run = tuple[int, int]
+# [first, last), of rows or positions
+Range = tuple[int, int]
 
 
 class ImageModel(Pretrained):
-    """Base class of ``SlideEncoder`` and ``LongViT``; ``name`` is the class whose options these are."""
+    """Base class of ``SlideEncoder`` and ``LongViT``. ``name``: that of the class whose options these are."""
 
     norm: Any
 
@@ -44,7 +46,7 @@ class ImageModel(Pretrained):
         self.config = config
         if not isinstance(self.config, self.config_class):
             raise TypeError(f"config is {shown(config)}; expected a {self.config_class.__name__}")
-        # the model derives the layout of tokens from that of their sources, for which a Layout's length is another
+        # by name alone: a ``Layout`` holds for one length, but the model needs it with and without class tokens
         one_of("layout", options.get("layout", "contiguous"), LAYOUTS)
         given = stack_options(name, options)
         self.ring: RingSettings | None = given["ring"]
@@ -58,7 +60,7 @@ class ImageModel(Pretrained):
             nn.init.zeros_(self.head.bias)
 
     def _add_embedding(self, width: int, factory: dict[str, Any]) -> None:
-        """Makes the parameters before the encoder."""
+        """Makes the parameters that come before the encoder. ``factory``: device and dtype."""
         raise NotImplementedError
 
     @property
@@ -67,48 +69,56 @@ class ImageModel(Pretrained):
         return self.ring if self.ring is not None and self.ring.group_name else None
 
 
-def rows_at(held: Sequence[Span], start: int, stop: int) -> list[Run]:
-    """Returns the runs [first, last) of a process's rows that are at positions in [start, stop)."""
-    found, row = [], 0
+def rows_at_positions(held: Sequence[Span], start: int, stop: int) -> list[Range]:
+    """Returns which of a process's rows, as ranges, are at positions in [start, stop). ``held``: positions of all its rows, in order."""
+    ranges, row = [], 0
     for first, last, step in held:
         low, high = (row + len(range(first, min(end, last), step)) for end in (start, stop))
         if low < high:
-            found.append((low, high))
+            ranges.append((low, high))
         row += len(range(first, last, step))
-    return found
+    return ranges
 
 
 @functools.lru_cache(maxsize=16)
 def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[ShardSpec], list[ShardSpec]]:
-    """Returns which positions of the sequence with class tokens each process holds: before rows move, when the first process holds all
-    class tokens above its tiles, and after. Slide i has the tiles [bounds[i], bounds[i + 1])."""
+    """Returns (before, after): the positions that each process holds in the sequence with class tokens, before and after rows move.
+
+    Before, the first process holds all class tokens, in front of its tiles. ``bounds``: slide i has the tiles [bounds[i], bounds[i + 1]).
+    """
     before = []
     for rank in range(size):
         held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
         for span in spans(bounds[-1], rank, size, layout):
             for slide, run in enumerate(itertools.pairwise(bounds), 1):
-                # a class token before a tile's own slide and before each earlier one
-                for tiles in (range(*span)[first:last] for first, last in rows_at([span], *run)):
+                # before a tile of the ``slide``-th slide, counted from 1, there are as many class tokens
+                for tiles in (range(*span)[first:last] for first, last in rows_at_positions([span], *run)):
                     held.append((tiles.start + slide, tiles.stop + slide, tiles.step))
         before.append(ShardSpec(tuple(held), (0, 1)))
     return before, [ShardSpec(spans(bounds[-1] + len(bounds) - 1, rank, size, layout), (0, 1)) for rank in range(size)]
 
 
 def insert_class_tokens(x: torch.Tensor, token: torch.Tensor, bounds: Sequence[int], ring: RingSettings) -> torch.Tensor:
-    """Returns this process's rows (B, n′, E) of the sequence with class tokens, from its rows x (B, n, E) of the tiles, in the order of the
-    layout. All processes must call it.
+    """Puts a class token before the first tile of each slide, in a sequence that processes share. All processes must call it.
 
-    ``token`` (E,), in x's dtype, goes before the first tile of each slide; ``bounds``: of the slides in the whole sequence of tiles. If n
-    rows are no shard of the tiles, it returns a row too many: the attention that follows then refuses them, on all processes alike.
+    Args:
+        x: (B, n, E), this process's rows of the sequence of tiles, in the order of the layout.
+        token: (E,), in x's dtype.
+        bounds: of the slides, in the whole sequence of tiles.
+
+    Returns:
+        (B, n′, E), this process's rows of the sequence with class tokens. If the n rows are no shard of the tiles, there is a row too many:
+        the attention that follows then refuses them, on all processes alike.
     """
-    # a process that holds no class token takes no row of it, so that its gradient is zeros there and not None
+    # other processes expand the token to 0 rows, so that its gradient there is zeros and not None
     tokens = token.expand(x.shape[0], 0 if ring.place()[0] else len(bounds) - 1, -1)
     return move_rows(torch.cat((tokens, x), 1), bounds, ring.group_name, ring.layout, ring.timeout, False)
 
 
 @torch.library.custom_op("dilated_attention::move_rows", mutates_args=())
 def move_rows(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, timeout: float, inverse: bool) -> torch.Tensor:
-    """Moves rows (B, n, E) to the processes that hold them after, see ``holdings``; ``inverse``: back, which is the derivative."""
+    """Moves rows (B, n, E) from the processes that hold them before to those that hold them after, see ``holdings``. ``inverse`` moves them
+    back, which is the derivative."""
     members = members_named(group_name)
     old, new = holdings(tuple(map(int, bounds)), members.size, layout)
     if inverse:
@@ -126,7 +136,7 @@ def _(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, time
     return x.new_empty(x.shape[0], holdings(tuple(map(int, bounds)), size, layout)[not inverse][rank].rows, x.shape[2])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_settings(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.settings = inputs[1:-1]
 
 
@@ -134,23 +144,29 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return move_rows(grad, *ctx.settings, True), None, None, None, None, None
 
 
-move_rows.register_autograd(_backward, setup_context=_keep)
+move_rows.register_autograd(_backward, setup_context=_save_settings)
 
 
-def means_of_runs(x: torch.Tensor, runs: Sequence[Run], seq_len: int, ring: RingSettings | None) -> torch.Tensor:
-    """Averages the rows x (B, n, E) at the positions of each disjoint run [start, stop) over all processes, which must all call it
-    (``ring``: None where this process holds the whole sequence of ``seq_len``).
+def means_of_runs(x: torch.Tensor, runs: Sequence[Range], seq_len: int, ring: RingSettings | None) -> torch.Tensor:
+    """Averages rows over ranges of positions, such as the tiles of each slide. All processes must call it.
 
-    Returns (B, runs, E) in x's dtype, equal on all processes. A process's gradient is the sum over all processes' losses, as
-    ``average_gradients``, DDP and FSDP2 need it.
+    Args:
+        x: (B, n, E), this process's rows.
+        runs: disjoint ranges of positions.
+        seq_len: N, the length of the whole sequence.
+        ring: how processes share it; None where this one holds all of it.
+
+    Returns:
+        (B, ranges, E) in x's dtype, equal on all processes. A process's gradient is that of the sum of all processes' losses, as
+        ``average_gradients``, DDP and FSDP2 need it.
     """
     held = ((0, seq_len, 1),) if ring is None else spans(seq_len, *ring.place(), ring.layout)
-    pieces = sorted((*rows, index) for index, run in enumerate(runs) for rows in rows_at(held, *run))
+    pieces = sorted((*rows, index) for index, run in enumerate(runs) for rows in rows_at_positions(held, *run))
     edges = [0, *(edge for first, last, _ in pieces for edge in (first, last)), x.shape[1], x.shape[1]]
-    # the backward of one split is one tensor, that of each slice would be one of x's size
+    # one split, because its backward makes one tensor; a slice for each range would make one of x's size each
     parts = x.split([b - a for a, b in itertools.pairwise(edges)], dim=1)
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    # the sum of no rows ties a process without rows to the backward, in which all must take part
+    # all processes must take part in the backward: one without rows does so by a sum over no rows
     sums = [parts[-1].sum(1, dtype=dtype)] * len(runs)
     for (_, _, index), part in zip(pieces, parts[1::2], strict=False):
         sums[index] = sums[index] + part.sum(1, dtype=dtype)
