@@ -27,8 +27,6 @@ _MAX_FLOAT32 = 128
 _PROGRAMS = 128
 # see ``rows.Form.masks``
 _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
-# the smallest scale passed to the forward kernel: 0 times the −inf of a masked pair would be NaN
-_SMALLEST_SCALE = 1e-30
 _LOG2_E = 1.4426950408889634
 # compilations that were begun, by what the kernel depends on; None for one that has ended
 _compilations: dict[Hashable, Future[Any] | None] = {}
@@ -191,8 +189,8 @@ class TritonBlocksBackend(Backend):
             *_strides(q, k, v, out), padding.stride(0), 0,
             # num_batches … part_rows, then direct, left, right
             *_sizes_of(q, k), 0, 0, 0,
-            # scale, whose sign is in ``Form``; threshold and keep_scale of dropout
-            max(abs(options.scale), _SMALLEST_SCALE) * _LOG2_E, 0, 1.0,
+            # scale, threshold and keep_scale of dropout
+            options.scale * _LOG2_E, 0, 1.0,
         )  # fmt: skip
         _launch("forward", forward_kernel, q, k, options, keys, arguments, ZERO_KEYS=False)()
         return out, lse
@@ -381,7 +379,7 @@ def _launch(
     D0, D1 = head_blocks(D)
     form = Form(
         tile_block, visited_block, masks=_MASK_KINDS[lists.mask_kind], even=num_visited % visited_block == 0,
-        per_batch=lists.num_batch > 1, per_head=lists.num_heads > 1, negative=options.scale < 0,
+        per_batch=lists.num_batch > 1, per_head=lists.num_heads > 1,
     )  # fmt: skip
     # ieee: float32 products are exact here, whatever torch allows, and ``sizes`` are those for exact products
     constants = {

@@ -116,9 +116,6 @@ def forward_kernel(
         v_base = v_ptr + batch * v_b + kv_head * v_h + first.to(tl.int64) * v_n
         q_offsets = local.to(tl.int64) * q_step
         q0, q1 = load_both(q_base, q_offsets, inside, D0, D1, D)
-        if FORM is not None and FORM.negative:
-            # a row's highest score is that of its products only for scales that are not negative
-            q0, q1 = -q0, -q1
         block = tl.arange(0, BLOCK).to(tl.int64)
         k_offsets, v_offsets = block * k_step, block * v_step
         pad_base, words_base = padding_ptr, words_b_ptr

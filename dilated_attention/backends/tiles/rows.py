@@ -287,7 +287,6 @@ class Form(NamedTuple):
         masks: 0 none · 1 interval · 2 bits.
         even: whether the visited positions fill their last block.
         per_batch, per_head: whether batch entries, and heads, have lists of their own.
-        negative: whether the scale is negative: the forward then computes with −q and −scale.
     """
 
     tile_block: int
@@ -296,7 +295,6 @@ class Form(NamedTuple):
     even: bool
     per_batch: bool
     per_head: bool
-    negative: bool = False
 
 
 @triton.jit
