@@ -294,7 +294,7 @@ def test_setups_are_forgotten_where_they_are_too_many_or_too_large(monkeypatch: 
     monkeypatch.setattr(setup, "MOST_SETUPS", 3)
     kept = []
     for kind, nbytes in enumerate((60, 40, 1, 30, 30, 30, 0)):
-        one = setup.RingSetup(steps=(), nbytes=nbytes, exchanges=False, layers=())
+        one = setup.RingSetup(steps=(), nbytes=nbytes, exchanges=False, terms=())
         assert all(setup.cached_setup(kind, lambda one=one: one) is one for _ in range(2))
         kept.append([*setup._setups])
     assert kept == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [5, 6]]
