@@ -94,7 +94,7 @@ def agreed_call(
     ``session.compare`` finds out in these calls or soon after.
 
     ``inputs``: q, k, v, key_padding_mask, …; ``bounds``: of packed documents; ``live_pattern``: one that holds a function or a tensor;
-    ``check_kernels``: of N; raises BackendUnavailable if this rank has no kernels, and returns a digest that must be equal on all ranks.
+    ``check_kernels``: of N; raises if this rank cannot compute the call, and returns a digest that must be equal on all ranks.
     """
     q, k, _, padding = inputs[:4]
     if members.group is None:
@@ -103,9 +103,10 @@ def agreed_call(
     session.raise_if_failed()
     sizes = q.shape, k.shape[2], q.dtype, q.device.type, padding is None
     # a rank remembers what it has agreed on with all others, who need not remember the same calls
-    own = settings, sizes, bounds
-    if (made := session.calls.get(own)) is not None:
-        return made[0], session.enter_forward(*made[1:])
+    call_key = settings, sizes, bounds
+    if (agreement := session.calls.get(call_key)) is not None:
+        seq_len, number, arguments = agreement
+        return seq_len, session.enter_forward(number, arguments)
     lives = live_pattern is not None
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
     # not its name, which may be given again
@@ -147,7 +148,7 @@ def agreed_call(
     if not asks and not lives:
         if len(session.calls) >= _MOST_CALLS:
             session.calls.clear()
-        session.calls[own] = seq_len, number, arguments
+        session.calls[call_key] = seq_len, number, arguments
     return seq_len, session.enter_forward(number, arguments)
 
 
