@@ -168,15 +168,20 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
     rates = tuple(data.draw(st.integers(1, w)) for w in lengths)
     pattern = DilatedPattern(lengths, rates, "cyclic", "all", data.draw(st.sampled_from(["mask", "zero_keys"])))
     budget = data.draw(st.integers(1, 5000))
-    cut = places.make_chunk_sizes(pattern, whole_shape(heads, kv_heads, n, False), 2, budget)
-    sizes = []
-    for (low, high), (first, last) in cut.chunks(heads, n):
-        layout = layout_of(pattern, whole_shape(heads, heads, last - first, False), False, (low, high))
-        sizes.append(layout.num_places * 2 * (high - low))
-    smallest = cut.heads == ratio and (cut.positions == n or cut.positions <= max(lengths) * 12)
-    assert smallest or max(sizes) * min(len(sizes), cut.concurrent) <= budget
-    # where not even one of these fits, there is one at a time
-    assert cut.concurrent == (1 if len(sizes) == 1 or 2 * max(sizes) > budget else 2)
+    stages = places.make_stages(pattern, whole_shape(heads, kv_heads, n, False), 2, budget)
+    for stage in stages:
+        sizes = []
+        for (low, high), (first, last) in stage.chunks(heads, n):
+            layout = layout_of(stage.pattern, whole_shape(heads, heads, last - first, False), False, (low, high))
+            sizes.append(layout.num_places * 2 * (high - low))
+        smallest = stage.heads == ratio and (stage.positions == n or stage.positions <= max(lengths) * 12)
+        assert smallest or max(sizes) * min(len(sizes), stage.concurrent) <= budget
+        # where not even one of these fits, there is one at a time
+        assert stage.concurrent == (1 if len(sizes) == 1 or 2 * max(sizes) > budget else 2)
+    # two stages run the branches once each, and take less where the smallest chunks of all branches together do not fit
+    first, *more = (stage.pattern.branches[stage.onto :] for stage in stages)
+    assert sorted(itertools.chain(first, *more)) == sorted(pattern.branches)
+    assert not more or (stages[1].onto and stages[1].pattern.branches[0] == (n, 1))
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "forward"), [(16, 128, 0), (20, 64, 2**29)])
@@ -186,7 +191,7 @@ def test_a_million_positions_of_longnet_keep_to_the_budget(heads: int, head_dim:
     shape, size, width = whole_shape(heads, heads, n, False), (1, head_dim, 2), 2 * head_dim
     limits = max(forward, places.input_bytes(shape, size) // 20), 2**30
     for is_backward, row_bytes, limit in zip((False, True), (width + 4, 3 * width), limits, strict=True):
-        cut = places.chunk_sizes(pattern, shape, size, is_backward)
+        (cut,) = places.stages_of(pattern, shape, size, is_backward)
         layout = layout_of(pattern, whole_shape(heads, heads, cut.positions, False), False, (0, cut.heads))
         # the launch on each stream of a backward sums dq in float32
         of_launch = is_backward * launches.PART_BYTES["cuda"]

@@ -99,12 +99,21 @@ TRANSIENT_SHARE = 0.05
 CONCURRENT_CHUNKS = 2
 
 
-class ChunkSizes(NamedTuple):
-    """Heads and positions of each chunk, and how many chunks are alive at once."""
+class Stage(NamedTuple):
+    """Branches that are merged together, chunk by chunk.
 
+    Args:
+        pattern: their pattern.
+        heads, positions: of each chunk.
+        concurrent: number of chunks that are alive at once.
+        onto: the first branch of the pattern, of rate 1, stands for the result of the stages before; it has no launches.
+    """
+
+    pattern: DilatedPattern
     heads: int
     positions: int
     concurrent: int = 1
+    onto: bool = False
 
     def chunks(self, num_heads: int, num_positions: int) -> Iterator[tuple[Range, Range]]:
         """Yields heads [first, last) and positions [first, last)."""
@@ -124,8 +133,10 @@ def transient_budget(input_bytes: int, *, is_backward: bool = False) -> int:
     return max(BACKWARD_TRANSIENT_BYTES if is_backward else TRANSIENT_BYTES, int(TRANSIENT_SHARE * input_bytes))
 
 
-def chunk_sizes(pattern: DilatedPattern, shape: Shape, size: tuple[int, int, int], is_backward: bool, at_places: bool = True) -> ChunkSizes:
-    """Returns the chunks of a pass of self-attention.
+def stages_of(
+    pattern: DilatedPattern, shape: Shape, size: tuple[int, int, int], is_backward: bool, at_places: bool = True
+) -> tuple[Stage, ...]:
+    """Returns the stages of a pass of self-attention.
 
     A forward keeps out in the inputs' dtype and a lse; a backward dq, dk and dv, and the launch on each stream accumulates dq in float32.
 
@@ -136,21 +147,47 @@ def chunk_sizes(pattern: DilatedPattern, shape: Shape, size: tuple[int, int, int
     batch, head_dim, itemsize = size
     width, budget = head_dim * itemsize, transient_budget(input_bytes(shape, size), is_backward=is_backward)
     if not is_backward:
-        return make_chunk_sizes(pattern, shape, batch * (width + 4), budget)
+        return make_stages(pattern, shape, batch * (width + 4), budget)
     budget -= CONCURRENT_CHUNKS * PART_BYTES["cuda"]
     if at_places:
-        return make_chunk_sizes(pattern, shape, batch * 3 * width, budget)
+        return make_stages(pattern, shape, batch * 3 * width, budget)
     # problem by problem, dq, dk and dv of the chunk are summed in float32, which takes as much as a branch that covers every row
     everything = DilatedPattern((shape.queries[1],) * 2, (1, 1), "zero")
-    return make_chunk_sizes(everything, shape, batch * 3 * head_dim * 4, budget)
+    (stage,) = make_stages(everything, shape, batch * 3 * head_dim * 4, budget)
+    return (stage._replace(pattern=pattern),)
 
 
-def make_chunk_sizes(pattern: DilatedPattern, shape: Shape, row_bytes: int, budget: int) -> ChunkSizes:
-    """Returns the largest chunks whose parts together fit ``budget`` bytes, or the smallest possible chunks if none fit.
+def make_stages(pattern: DilatedPattern, shape: Shape, row_bytes: int, budget: int) -> tuple[Stage, ...]:
+    """Returns one stage, in the largest chunks whose parts together fit ``budget`` bytes.
+
+    If not even the smallest chunks fit, because some segments are nearly as long as the sequence, there are two stages where these take
+    less: that of the short segments in chunks of positions, then that of the long ones, which have few parts, as their rates are high.
 
     Args:
         row_bytes: bytes that a part keeps for one position of one head, of all batch entries.
     """
+    stage, least = _stage_of(pattern, shape, row_bytes, budget)
+    best: tuple[Stage, ...] = (stage,)
+    if least > budget and pattern.branch_heads == "all":
+        rows, ordered = offsets_of(pattern, shape.num_heads), sorted(range(pattern.num_branches), key=pattern.segment_lengths.__getitem__)
+        branches = [(*pattern.branches[b], rows[b]) for b in ordered]
+        # stands for the result of the short segments
+        before = shape.queries[1], 1, (0,) * shape.num_heads
+        for count in range(1, len(branches)):
+            short, short_bytes = _stage_of(_pattern_of(branches[:count], pattern.tail), shape, row_bytes, budget)
+            long, long_bytes = _stage_of(_pattern_of([before, *branches[count:]], pattern.tail), shape, row_bytes, budget)
+            if max(short_bytes, long_bytes) < least:
+                best, least = (short, long._replace(onto=True)), max(short_bytes, long_bytes)
+    return best
+
+
+def _pattern_of(branches: Sequence[tuple[int, int, tuple[int, ...]]], tail: str) -> DilatedPattern:
+    lengths, rates, offsets = zip(*branches, strict=True)
+    return DilatedPattern(lengths, rates, offsets, tail=tail)
+
+
+def _stage_of(pattern: DilatedPattern, shape: Shape, row_bytes: int, budget: int) -> tuple[Stage, int]:
+    """Returns the stage of all branches of a pattern, and the bytes of the parts of the chunks that are alive at once."""
     (_, num_positions), num_heads, num_kv_heads = shape.queries, shape.num_heads, shape.num_kv_heads
     group = num_heads // num_kv_heads
 
@@ -158,17 +195,20 @@ def make_chunk_sizes(pattern: DilatedPattern, shape: Shape, row_bytes: int, budg
         shape = whole_shape(num_heads, num_heads, positions, False)
         return heads * layout_of(pattern, shape, False, (0, heads)).num_places * row_bytes
 
-    if part_bytes(num_heads, num_positions) <= budget:
-        return ChunkSizes(num_heads, num_positions)
+    whole = part_bytes(num_heads, num_positions)
+    if whole <= budget:
+        return Stage(pattern, num_heads, num_positions), whole
     budget //= CONCURRENT_CHUNKS
     # positions after which all branches begin a segment; with zero keys, padding depends on N
     period = num_positions if pattern.tail == "zero_keys" else min(num_positions, math.lcm(*pattern.segment_lengths))
     per_period = part_bytes(num_heads, period)
     if period < num_positions and per_period <= budget:
-        return ChunkSizes(num_heads, period * (budget // per_period), CONCURRENT_CHUNKS)
+        periods = budget // per_period
+        return Stage(pattern, num_heads, period * periods, CONCURRENT_CHUNKS), CONCURRENT_CHUNKS * per_period * periods
     kv_heads = max(1, budget // max(1, per_period // num_kv_heads))
     # the same number of chunks, but of equal size
     kv_heads = -(-num_kv_heads // -(-num_kv_heads // kv_heads))
+    of_chunk = part_bytes(kv_heads * group, period)
     # one at a time where two of the smallest chunks are too many
-    fits = part_bytes(kv_heads * group, period) <= budget
-    return ChunkSizes(kv_heads * group, period, CONCURRENT_CHUNKS if fits else 1)
+    concurrent = CONCURRENT_CHUNKS if of_chunk <= budget else 1
+    return Stage(pattern, kv_heads * group, period, concurrent), concurrent * of_chunk

@@ -35,7 +35,7 @@ from dilated_attention.engine.branches.launches import (
     rows_of,
     without_padding,
 )
-from dilated_attention.engine.branches.places import ChunkSizes, Layout, chunk_sizes, layout_of, view_of
+from dilated_attention.engine.branches.places import Layout, Stage, layout_of, stages_of, view_of
 from dilated_attention.engine.branches.problems import Problem, Problems, Range, problems_of, whole_shape
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms
@@ -47,7 +47,7 @@ CONCURRENT_LAUNCHES = 3
 
 
 class Part(NamedTuple):
-    """A chunk of a call.
+    """A chunk of a stage of a call.
 
     Args:
         heads, positions: the query heads [first, last) and positions [first, last) that it computes.
@@ -55,6 +55,7 @@ class Part(NamedTuple):
         concurrent: number of chunks that run concurrently. If it is more than 1, the launches of each chunk run one by one.
     """
 
+    stage: Stage
     heads: Range
     positions: Range
     problems: Problems
@@ -115,38 +116,43 @@ def has_own_keys(plan: Plan) -> bool:
     return plan.shape.num_heads == plan.shape.num_kv_heads or (len(problems.problems) == 1 and problems.covered)
 
 
-def _chunk_sizes(plan: Plan, at_places: bool) -> ChunkSizes:
-    """Returns the size of the chunks of a pass. ``at_places``: its results wait at places (see ``places.chunk_sizes``)."""
+def _stages(plan: Plan, at_places: bool) -> tuple[Stage, ...]:
+    """Returns the stages of a pass. ``at_places``: its results wait at places (see ``places.stages_of``)."""
     shape = plan.shape
     if plan.is_saved and at_places:
         # the saved outputs of all branches are one buffer for the whole call
-        return ChunkSizes(shape.num_heads, shape.queries[1])
-    return chunk_sizes(plan.pattern, shape, plan.size, plan.is_backward, at_places)
+        return (Stage(plan.pattern, shape.num_heads, shape.queries[1]),)
+    return stages_of(plan.pattern, shape, plan.size, plan.is_backward, at_places)
 
 
 def _in_chunks(plan: Plan, device: torch.device, run: Callable[[Part], None], *, at_places: bool = True) -> None:
-    """Calls ``run`` with every chunk of a pass."""
+    """Calls ``run`` with every chunk of a pass, stage by stage."""
 
-    def make() -> list[Part]:
-        sizes = _chunk_sizes(plan, at_places)
-        chunks = list(sizes.chunks(plan.shape.num_heads, plan.shape.queries[1]))
-        return [_part_of(plan, *chunk, min(sizes.concurrent, len(chunks))) for chunk in chunks]
+    def make() -> list[list[Part]]:
+        stages = []
+        for stage in _stages(plan, at_places):
+            chunks = list(stage.chunks(plan.shape.num_heads, plan.shape.queries[1]))
+            stages.append([_part_of(plan, stage, *chunk, min(stage.concurrent, len(chunks))) for chunk in chunks])
+        return stages
 
-    parts = plan.once(("parts", at_places), make)
-    with Streams(device, parts[0].concurrent if plan.backend.capabilities.concurrent else 1) as streams:
-        # on alternating streams, so that one chunk is merged while the next one is computed
-        for index, part in enumerate(parts):
-            with streams.stream(index):
-                run(part)
+    for parts in plan.once(("parts", at_places), make):
+        with Streams(device, parts[0].concurrent if plan.backend.capabilities.concurrent else 1) as streams:
+            # on alternating streams, so that one chunk is merged while the next one is computed
+            for index, part in enumerate(parts):
+                with streams.stream(index):
+                    run(part)
 
 
-def _part_of(plan: Plan, heads: Range, positions: Range, concurrent: int = 1) -> Part:
+def _part_of(plan: Plan, stage: Stage, heads: Range, positions: Range, concurrent: int = 1) -> Part:
     """Returns a chunk. Its problems are those of a call on views of its heads and positions."""
     shape = plan.shape
     if heads != (0, shape.num_heads) or positions != shape.queries:
         whole = 0, positions[1] - positions[0]
         shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=heads)
-    return Part(heads, positions, problems_of(plan.pattern, shape), concurrent)
+    problems = problems_of(stage.pattern, shape)
+    if stage.onto:
+        problems = problems._replace(problems=tuple([problem for problem in problems.problems if problem.branch > 0]))
+    return Part(stage, heads, positions, problems, concurrent)
 
 
 def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
@@ -157,7 +163,7 @@ def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
     (B, _, _), H, (first, last) = plan.size, plan.shape.num_heads, part.positions
     documents = tuple(itertools.pairwise(range(0, B * (last - first) + 1, last - first)))
     shape = whole_shape(H, H, documents[-1][1], False)._replace(documents=documents)
-    return layout_of(plan.pattern, shape, keeps_parts, part.heads)
+    return layout_of(part.stage.pattern, shape, keeps_parts, part.heads)
 
 
 def _masks_of(masks: Masks, part: Part) -> Masks:
@@ -212,7 +218,7 @@ def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved
     H, D = q.shape[2:]
     grads, has_dlse = tensors[6:9], len(tensors) > 9
     # a single problem is not mixed with others
-    is_detached = plan.settings.detached and not part.problems.single
+    is_detached = plan.settings.detached and not plan.problems.single
     buffers: list[Tensor] = []
     if not part.problems.single:
         layout = _layout(plan, part)
@@ -279,7 +285,7 @@ def _on_streams(
         return sorted(all_launches, key=lambda launches: -launches[0].problem.pairs)
 
     # equal chunks have the same launches
-    launches = plan.once((letters, tuple(elsewhere), heads, positions[1] - positions[0]), make)
+    launches = plan.once((letters, tuple(elsewhere), part.stage.onto, heads, positions[1] - positions[0]), make)
     num_streams = 1 if part.concurrent > 1 or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
     with Streams(device, num_streams) as streams:
         for stream in range(len(streams)):
@@ -298,16 +304,19 @@ def terms(plan: Plan) -> Terms:
     # e and a: bytes of an element, and of one in the accumulation dtype
     (B, D, e), shape = plan.size, plan.shape
     H, Hk, N, a = shape.num_heads, shape.num_kv_heads, shape.queries[1], accumulation_dtype(plan.dtype).itemsize
-    own_keys = not plan.is_backward or has_own_keys(plan)
-    sizes, keeps_parts = _chunk_sizes(plan, own_keys), plan.is_saved and not plan.is_backward
-    heads, positions = min(sizes.heads, H), min(sizes.positions, N)
-    part = _part_of(plan, (0, heads), (0, positions))
+    own_keys, keeps_parts = not plan.is_backward or has_own_keys(plan), plan.is_saved and not plan.is_backward
     row_bytes = 3 * D * e if plan.is_backward else D * e * (not keeps_parts) + a
-    is_merged = keeps_parts or not plan.problems.single
-    waiting = "parts", heads * _layout(plan, part, keeps_parts).num_places * row_bytes * is_merged
-    if not plan.is_backward:
-        return [waiting]
-    if not own_keys:
-        fraction = heads * positions / (H * N)
-        waiting = "dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * fraction)
-    return [waiting, ("lse of the chunks", B * heads * positions * a), kernel_sums(plan, part.problems)]
+
+    def of_stage(stage: Stage) -> Terms:
+        heads, positions = min(stage.heads, H), min(stage.positions, N)
+        part = _part_of(plan, stage, (0, heads), (0, positions))
+        is_merged = keeps_parts or not part.problems.single
+        waiting = "parts", heads * _layout(plan, part, keeps_parts).num_places * row_bytes * is_merged
+        if not plan.is_backward:
+            return [waiting]
+        if not own_keys:
+            fraction = heads * positions / (H * N)
+            waiting = "dq, dk, dv of the chunks in float32", int(B * N * (H + 2 * Hk) * D * (a + e) * fraction)
+        return [waiting, ("lse of the chunks", B * heads * positions * a), kernel_sums(plan, part.problems)]
+
+    return max([of_stage(stage) for stage in _stages(plan, own_keys)], key=lambda terms: sum(size for _, size in terms))

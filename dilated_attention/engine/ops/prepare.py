@@ -21,7 +21,7 @@ import torch
 from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabilities, Hardware, Options, detect, rates, registry
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
 from dilated_attention.engine.branches.launches import PART_BYTES
-from dilated_attention.engine.branches.places import chunk_sizes, layout_of
+from dilated_attention.engine.branches.places import layout_of, stages_of
 from dilated_attention.engine.branches.problems import Range, Shape, whole_shape
 from dilated_attention.engine.branches.run_tiles import head_bytes
 from dilated_attention.engine.ops.settings import CallSettings
@@ -438,13 +438,15 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
             count * _runs(w, start, end) for (w, _), count in zip(pattern.branches, groups, strict=True) for start, end in shape.documents
         )
     # limited memory cuts a long backward into chunks, each with all problems, and cuts these further by what accumulates in float32
-    cut = chunk_sizes(pattern, shape, (batch, D, request.dtype.itemsize), True)
-    positions, heads = min(cut.positions, N), min(cut.heads, H)
-    of_chunk = 0
-    for (w, rate), count in zip(pattern.branches, groups, strict=True):
-        accumulated = 4 * D * batch * heads * -(-positions // rate)
-        of_chunk += max(min(count, heads) * _runs(w, 0, positions), -(-accumulated // PART_BYTES["cuda"]))
-    return of_chunk * -(-N // positions) * -(-H // heads)
+    total = 0
+    for stage in stages_of(pattern, shape, (batch, D, request.dtype.itemsize), True):
+        positions, heads = min(stage.positions, N), min(stage.heads, H)
+        of_chunk = 0
+        for (w, rate), count in list(zip(stage.pattern.branches, _head_groups(stage.pattern, H), strict=True))[stage.onto :]:
+            accumulated = 4 * D * batch * heads * -(-positions // rate)
+            of_chunk += max(min(count, heads) * _runs(w, 0, positions), -(-accumulated // PART_BYTES["cuda"]))
+        total += of_chunk * -(-N // positions) * -(-H // heads)
+    return total
 
 
 @functools.lru_cache(maxsize=64)
