@@ -179,9 +179,10 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
         # where not even one of these fits, there is one at a time
         assert stage.concurrent == (1 if len(sizes) == 1 or 2 * max(sizes) > budget else 2)
     # two stages run the branches once each, and take less where the smallest chunks of all branches together do not fit
-    first, *more = (stage.pattern.branches[stage.onto :] for stage in stages)
-    assert sorted(itertools.chain(first, *more)) == sorted(pattern.branches)
-    assert not more or (stages[1].onto and stages[1].pattern.branches[0] == (n, 1))
+    assert sorted(stage.pattern.branches[b] for stage in stages for b in stage.branches) == sorted(pattern.branches)
+    assert stages[0].before is None
+    for stage in stages[1:]:
+        assert stage.before is not None and stage.pattern.branches[stage.before] == (n, 1)
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "forward"), [(16, 128, 0), (20, 64, 2**29)])

@@ -117,6 +117,21 @@ def test_another_order_of_backends_is_heeded_at_once(monkeypatch: pytest.MonkeyP
     assert is_chosen(2**17, both=True)
 
 
+@pytest.mark.parametrize("backend", ["auto", "tiles"])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_one_head_of_a_very_long_sequence_is_cut_by_positions(is_backward: bool, backend: str) -> None:
+    """The runner of branches does so on the same kernels, except where a call has what it does not know."""
+    request = replace(REQUEST, hardware=machine(), head_dim=64, num_heads=1, num_kv_heads=1, needs_grad=is_backward)
+
+    def chosen(N: int, window: tuple[int, int] | None = None, **options: bool) -> bool:
+        shape = Shape(1, 1, (0, N), (0, N), ((0, N),), False, window)
+        library = registry.get("tiles") if backend == "auto" else registry.select(request, backend)
+        return runs_on_tiles(LONGNET, shape, replace(request, **options), 1, library.name, named=backend != "auto")
+
+    assert chosen(2**20) and not chosen(2**24) and not chosen(2**24, key_mask=True)
+    assert chosen(2**24, dropout=True) and chosen(2**24, bias=True) and chosen(2**24, window=(4096, 4096))
+
+
 @pytest.mark.parametrize("first", [0, 25000])
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_a_part_of_the_queries(first: int, is_backward: bool) -> None:

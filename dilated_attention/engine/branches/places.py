@@ -106,14 +106,19 @@ class Stage(NamedTuple):
         pattern: their pattern.
         heads, positions: of each chunk.
         concurrent: number of chunks that are alive at once.
-        onto: the first branch of the pattern, of rate 1, stands for the result of the stages before; it has no launches.
+        before: the branch of the pattern that stands for the result of the stages before, at every position; None of the first stage.
     """
 
     pattern: DilatedPattern
     heads: int
     positions: int
     concurrent: int = 1
-    onto: bool = False
+    before: int | None = None
+
+    @property
+    def branches(self) -> tuple[int, ...]:
+        """The branches of the pattern that this stage computes."""
+        return tuple([b for b in range(self.pattern.num_branches) if b != self.before])
 
     def chunks(self, num_heads: int, num_positions: int) -> Iterator[tuple[Range, Range]]:
         """Yields heads [first, last) and positions [first, last)."""
@@ -172,12 +177,12 @@ def make_stages(pattern: DilatedPattern, shape: Shape, row_bytes: int, budget: i
         rows, ordered = offsets_of(pattern, shape.num_heads), sorted(range(pattern.num_branches), key=pattern.segment_lengths.__getitem__)
         branches = [(*pattern.branches[b], rows[b]) for b in ordered]
         # stands for the result of the short segments
-        before = shape.queries[1], 1, (0,) * shape.num_heads
+        result = shape.queries[1], 1, (0,) * shape.num_heads
         for count in range(1, len(branches)):
             short, short_bytes = _stage_of(_pattern_of(branches[:count], pattern.tail), shape, row_bytes, budget)
-            long, long_bytes = _stage_of(_pattern_of([before, *branches[count:]], pattern.tail), shape, row_bytes, budget)
+            long, long_bytes = _stage_of(_pattern_of([result, *branches[count:]], pattern.tail), shape, row_bytes, budget)
             if max(short_bytes, long_bytes) < least:
-                best, least = (short, long._replace(onto=True)), max(short_bytes, long_bytes)
+                best, least = (short, long._replace(before=0)), max(short_bytes, long_bytes)
     return best
 
 

@@ -350,24 +350,24 @@ def runs_on_tiles(
     if shape.keys[0] or (shape.documents and shape.documents[-1][1] != shape.keys[1]):
         # tables have all keys of the documents
         return False
-    if registry.get(library).capabilities.whole_calls and (named or not both):
-        return True
-    if named or request.hardware.device_type != "cuda":
-        return False
-    if shape.queries == shape.keys and len(shape.documents) == 1:
+    is_self = shape.queries == shape.keys and len(shape.documents) == 1
+    if is_self:
         # one answer for all lengths between two of four binary digits
         shape = whole_shape(shape.num_heads, shape.num_kv_heads, rounded(shape.keys[1]), shape.is_causal)._replace(window=shape.window)
-    tiles = registry.get(NAME)
     passes = [replace(request, needs_grad=which, extent=0) for which in ((False, True) if both else (request.needs_grad,))]
+    size = batch, request.head_dim, request.dtype.itemsize
+    # the smallest group of heads that can run at a time stays within the budget
+    of_heads = [head_bytes(pattern, shape, size, which.needs_grad, both) for which in passes]
+    fits = all(of_head * (shape.num_heads // shape.num_kv_heads) <= budget for of_head, budget in of_heads)
+    if registry.get(library).capabilities.whole_calls and (named or not both):
+        # the runner of branches can cut by positions, too, but knows no windows, dropout or bias
+        return fits or not is_self or shape.window is not None or request.dropout or request.bias
+    if not fits or named or request.hardware.device_type != "cuda":
+        return False
+    tiles = registry.get(NAME)
     if any(tiles.reasons_against(request) for request in passes):
         return False
     tiles_total = library_total = 0.0
-    for request in passes:
-        # the smallest group of heads that can run at a time stays within the budget
-        size = batch, request.head_dim, request.dtype.itemsize
-        of_head, budget = head_bytes(pattern, shape, size, request.needs_grad, both)
-        if of_head * (shape.num_heads // shape.num_kv_heads) > budget:
-            return False
     for request in passes:
         name = packed_library(pattern, shape, request, batch, registry.select(request).name) if both else library
         if name in _SLOWER or (name in _SLOWER_HALF and request.dtype is not torch.float32):
@@ -442,7 +442,8 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
     for stage in stages_of(pattern, shape, (batch, D, request.dtype.itemsize), True):
         positions, heads = min(stage.positions, N), min(stage.heads, H)
         of_chunk = 0
-        for (w, rate), count in list(zip(stage.pattern.branches, _head_groups(stage.pattern, H), strict=True))[stage.onto :]:
+        branches, stage_groups = stage.pattern.branches, _head_groups(stage.pattern, H)
+        for (w, rate), count in [(branches[b], stage_groups[b]) for b in stage.branches]:
             accumulated = 4 * D * batch * heads * -(-positions // rate)
             of_chunk += max(min(count, heads) * _runs(w, 0, positions), -(-accumulated // PART_BYTES["cuda"]))
         total += of_chunk * -(-N // positions) * -(-H // heads)
