@@ -355,17 +355,20 @@ def runs_on_tiles(
         # one answer for all lengths between two of four binary digits
         shape = whole_shape(shape.num_heads, shape.num_kv_heads, rounded(shape.keys[1]), shape.is_causal)._replace(window=shape.window)
     passes = [replace(request, needs_grad=which, extent=0) for which in ((False, True) if both else (request.needs_grad,))]
-    size = batch, request.head_dim, request.dtype.itemsize
-    # the smallest group of heads that can run at a time stays within the budget
-    of_heads = [head_bytes(pattern, shape, size, which.needs_grad, both) for which in passes]
-    fits = all(of_head * (shape.num_heads // shape.num_kv_heads) <= budget for of_head, budget in of_heads)
+
+    def fits() -> bool:
+        """Whether the smallest group of heads that can run at a time stays within the budget."""
+        size, group = (batch, request.head_dim, request.dtype.itemsize), shape.num_heads // shape.num_kv_heads
+        of_passes = [head_bytes(pattern, shape, size, one.needs_grad, both) for one in passes]
+        return all(of_head * group <= budget for of_head, budget in of_passes)
+
     if registry.get(library).capabilities.whole_calls and (named or not both):
         # the runner of branches can cut by positions, too, but knows no windows, dropout or bias
-        return fits or not is_self or shape.window is not None or request.dropout or request.bias
-    if not fits or named or request.hardware.device_type != "cuda":
+        return not is_self or shape.window is not None or request.dropout or request.bias or fits()
+    if named or request.hardware.device_type != "cuda":
         return False
     tiles = registry.get(NAME)
-    if any(tiles.reasons_against(request) for request in passes):
+    if any(tiles.reasons_against(request) for request in passes) or not fits():
         return False
     tiles_total = library_total = 0.0
     for request in passes:
