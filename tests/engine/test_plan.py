@@ -89,6 +89,17 @@ def test_launches_are_views_that_keep_to_limits(seed: int) -> None:
             assert limits["max_extent"] is None or extent(view) <= limits["max_extent"] or len(view) == 1 or view.stride(0) == 0
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_one_launch_takes_all_entries_of_a_batch_or_all_segments_of_one(batch: int) -> None:
+    """Also where entries are further apart than their rows: then as many launches as the fewer of the two."""
+    for x, together in ((torch.zeros(batch, 24, 2, 4), True), (torch.zeros(batch, 25, 2, 4)[:, :24], False)):
+        for length in (24, 12, 4):
+            shape = Shape(2, 2, (0, 24), (0, 24), ((0, 24),), False)
+            (problem,) = problems_of(DilatedPattern((length,), (1,), "zero"), shape).problems
+            views = views_of(problem, x, rows_of(x))
+            assert len(views) == (1 if together else min(batch, 24 // length)) and sum(map(len, views)) == batch * 24 // length
+
+
 def test_results_of_keys_keep_to_the_limit_where_queries_are_few() -> None:
     q, k = torch.zeros(8, 1, 2, 4), torch.zeros(8, 64, 2, 4)
     (problem,) = problems_of(DilatedPattern((64,), (1,), "zero"), Shape(2, 2, (63, 64), (0, 64), ((0, 64),), True)).problems

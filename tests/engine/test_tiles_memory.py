@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.branches import run_tiles as tiles
-from dilated_attention.engine.branches.launches import Masks
+from dilated_attention.engine.branches.launches import PART_BYTES, Masks
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.factory import EXAMPLES, explain_backend
@@ -73,6 +74,26 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     tiles.backward(plan, (out, q, k, v, out, lse), Masks(), None, None)
     own = max(x.prepared.extent.own_outputs() for x in shares) * 2 if detached else 0
     assert [("scratch of the tiles", own + max(taken))] == tiles.terms(plan)
+
+
+def test_what_problems_take_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, a launch for each segment of 32 rows: few of its results wait beside what is summed in float32 and rounded at last."""
+    monkeypatch.setitem(PART_BYTES, "cpu", 1)
+    q, k = torch.zeros(1, 256, 4, 16, dtype=torch.bfloat16), torch.zeros(1, 256, 2, 16, dtype=torch.bfloat16)
+    branches = ((32, 64), (1, 2), "zero", "all", "mask")
+    forward, backward = (
+        make_plan(settings(branches=branches, backend="math"), tensors, is_backward, runner=run_problems)
+        for tensors, is_backward in (((q, k, k), False), ((q, k, k, q, q), True))
+    )
+    q_size, k_size, rows = 256 * 4 * 16, 256 * 2 * 16, 32 * 4
+    # out and lse of the launch; in the backward dq, and dk and dv of its 32 keys of two heads
+    out, grads = rows * (16 * 2 + 4), 2 * (rows * 16 + 2 * 32 * 2 * 16)
+    assert dict(run_problems.terms(forward)) == {"out in float32": q_size * 2, "launch results, rounded out": q_size * 2 + out}
+    assert dict(run_problems.terms(backward)) == {
+        "lse of the launches": 2 * 256 * 4 * 4,
+        "dq, dk, dv in float32": (q_size + 2 * k_size) * 2,
+        "launch results, rounded dq, dk, dv": (q_size + 2 * k_size) * 2 + grads,
+    }
 
 
 @pytest.mark.parametrize("fitting", range(9))
