@@ -285,13 +285,20 @@ class BigBird(GlobalLocal):
         return mask_mod
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+        return self.entries(grid, heads)[0]
+
+    def entries(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor]:
         _, row, column = super().columns(grid, heads)
+        # what all heads share is classified once; drawn blocks are whole
+        state, key = super().classify(grid, torch.zeros_like(row), row, column)
         group, rows = grid.range(0, len(heads))[:, None], grid.rows()
         shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
         draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
-        drawn = grid.block((group * grid.num_rows + rows - grid.first_row)[..., None], draws)
+        drawn = grid.block((group * grid.num_rows + rows - grid.first_row)[..., None], draws)[draws >= 0]
         # drawn blocks are distinct from the others, so no block occurs twice
-        return grid.listed(torch.cat([shared.flatten(), drawn[draws >= 0]]).sort()[0])
+        blocks, order = torch.cat([shared.flatten(), drawn]).sort()
+        full, key = (torch.cat([x.repeat(len(heads)), x.new_ones(len(drawn))])[order] for x in (state == FULL, key))
+        return grid.listed(blocks), full, key
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key = super().classify(grid, head, row, column)
