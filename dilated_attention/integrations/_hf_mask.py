@@ -125,7 +125,7 @@ def key_mask(
         query_offset = int(q_offset if cache_position is None else cache_position[0]) - kv_offset
     bounds = window = None
     # in compiled code, a module's functions have no __qualname__, and closures cannot be looked into
-    kind = _CAUSAL if mask_function is None else mask_function.__name__
+    kind = _CAUSAL if mask_function is None else getattr(mask_function, "__name__", "without a name")
     is_causal, is_compiling = kind == _CAUSAL, torch.compiler.is_compiling()
     if mask_function is not None and kind not in (_CAUSAL, _BOTH_WAYS):
         if is_compiling:
@@ -376,9 +376,10 @@ def shard_inputs(
         if x is not None and not isinstance(x, torch.Tensor):
             raise not_a_tensor(name, x, expected)
         # masks of pairs and positions of images have more dimensions
-        if x is not None and x.ndim < 3 and tuple(x.shape) not in ((batch, length), (1, length) if name == "position_ids" else ()):
+        shapes = [(batch, length), *([(1, length)] if name == "position_ids" else [])]
+        if x is not None and x.ndim < 3 and tuple(x.shape) not in shapes:
             raise ValueError(f"{name} has shape {tuple(x.shape)} beside a sequence of {(batch, length)}; expected {expected}")
-    if whole.get("labels") is not None and "shift_labels" not in whole:
+    if whole.get("labels") is not None and whole.get("shift_labels") is None:
         whole["shift_labels"] = torch.nn.functional.pad(whole["labels"][:, 1:], (0, 1), value=ignore_index)
     if whole.get("shift_labels") is not None:
         whole.setdefault("num_items_in_batch", int((whole["shift_labels"] != ignore_index).sum()))
@@ -401,12 +402,13 @@ def shard_inputs(
 
 def sequence_of(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Returns the input whose length is the sequence's."""
-    first: torch.Tensor | None = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    tokens: torch.Tensor | None = inputs.get("input_ids")
+    first = inputs.get("inputs_embeds") if tokens is None else tokens
     if first is None:
         raise ValueError(
             f"inputs are {', '.join(inputs) or 'none'}; expected input_ids or inputs_embeds among them, whose length is the sequence's"
         )
-    if inputs.get("input_ids") is not None:
+    if tokens is not None:
         check_tokens("input_ids", first)
     elif not isinstance(first, torch.Tensor):
         raise not_a_tensor("inputs_embeds", first, "a tensor (batch, sequence, width)")

@@ -132,12 +132,14 @@ def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
         parts = softmax_parts(case, x, q, k, v)
         lse = torch.stack([lse for _, _, lse in parts]).logsumexp(0)
         ds_BHNM = torch.zeros_like(parts[0][0])
-        errors = {}
+        errors, sinks_error = {}, torch.zeros(case.heads, dtype=torch.float64, device=q.device)
         for p_BHNM, out, part_lse in parts:
             delta_error = (dout * (out.to(x.q.dtype).double() - out)).sum(-1).transpose(1, 2)
             if x.sinks is not None:
-                errors["dsinks"] = largest(((x.sinks.double()[:, None] - lse).exp() * delta_error).sum((0, 2)))
+                sinks_error += ((x.sinks.double()[:, None] - lse).exp() * delta_error).sum((0, 2))
             ds_BHNM += p_BHNM * ((part_lse - _finite_lse(lse)).exp() * delta_error * _scale_of(case))[..., None]
+        if x.sinks is not None:
+            errors["dsinks"] = largest(sinks_error)
         if x.coordinates is not None and x.slopes is not None:
             distance = distance_scores(x.coordinates.double(), torch.ones_like(x.slopes.double()), case.query_offset, case.num_queries)
             # the errors of rows have random signs, so three standard deviations bound their sum

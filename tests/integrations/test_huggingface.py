@@ -841,8 +841,12 @@ def test_inputs_of_one_process() -> None:
     assert set(shard_inputs({"input_ids": ids})) == {"input_ids", "position_ids"}
     inputs = shard_inputs({"input_ids": ids, "labels": ids})
     assert torch.equal(inputs["shift_labels"][:, :-1], ids[:, 1:]) and inputs["num_items_in_batch"] == 2 * (N - 1)
+    # models name what they do not use as None
+    embedded = shard_inputs({"input_ids": None, "inputs_embeds": torch.ones(2, N, 4), "labels": ids, "shift_labels": None})
+    assert torch.equal(embedded["shift_labels"], inputs["shift_labels"]) and embedded["input_ids"] is None
     packed = torch.arange(N).expand(2, -1)
     for given, options, text in (
+        *(({"input_ids": ids, name: ids[0, 0]}, {}, rf"{name} has shape \(\) ") for name in BESIDE),
         ({"labels": ids}, {}, "expected input_ids or inputs_embeds"),
         ({"input_ids": ids, "attention_mask": packed // 20 + 1}, {}, r"holds other numbers than 0 and 1.*position_ids that begin again"),
         ({"input_ids": ids, "position_ids": packed % 20, "attention_mask": torch.ones_like(ids)}, {}, "packed documents are one row"),

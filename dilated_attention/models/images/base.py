@@ -2,7 +2,7 @@
 of tiles, or patches, that several processes share.
 
 A class token is a position of the sequence, so S class tokens change which process holds which tile. Take contiguous shards of 9 tiles over
-2 processes, and one class token c. Tile 4 moves from the second process to the first:
+2 processes, and one class token c. Tile 4 moves from the first process to the second:
 
     tiles        0 1 2 3 4 | 5 6 7 8
     sequence   c 0 1 2 3 | 4 5 6 7 8
@@ -137,11 +137,12 @@ def _(x: torch.Tensor, bounds: Sequence[int], group_name: str, layout: str, time
 
 
 def _save_settings(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.settings = inputs[1:-1]
+    ctx.settings = inputs[1:]
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return move_rows(grad, *ctx.settings, True), None, None, None, None, None
+    *settings, inverse = ctx.settings
+    return move_rows(grad, *settings, not inverse), None, None, None, None, None
 
 
 move_rows.register_autograd(_backward, setup_context=_save_settings)
