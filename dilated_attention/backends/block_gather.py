@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends.base import Options, accumulation_dtype
+from dilated_attention.backends.base import Mask, Options, accumulation_dtype
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
@@ -247,7 +247,7 @@ class _Masks:
 
     def __init__(self, lists: BlockLists, options: Options, batch: int) -> None:
         self.lists, self.dropout, self.bias = lists, options.dropout, options.bias
-        self.plain = Options(options.scale, deterministic=options.deterministic, softcap=options.softcap)
+        self.plain = replace(options, mask=Mask(), dropout=None, bias=None, geometry=None)
         padding = options.mask.padding
         self.padding = None if padding is None else _Blocks(_of_all(padding, batch), lists.k_block)
         if options.dropout is not None:

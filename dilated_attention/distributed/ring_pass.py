@@ -27,7 +27,7 @@ from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, new_like
-from dilated_attention.engine.ops.resolve import Optional, ResolvedCall, positions_as_places, record_of
+from dilated_attention.engine.ops.resolve import MaybeTensor, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 
@@ -39,7 +39,7 @@ class ResolvedRing(ResolvedCall):
     def name(self) -> str:  # type: ignore[override]
         return op_name(self.settings)
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         ring = ring_call(self.settings)
         members, bounds = members_named(ring.group_name), None if inputs[4] is None else bounds_of(inputs[4])
 
@@ -56,7 +56,7 @@ class ResolvedRing(ResolvedCall):
             out, lse = new_like(inputs[0]), new_lse(inputs[0])
         return out, lse, torch.tensor((seq_len, number), dtype=torch.int64)
 
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
         (N, number), ring = whole.tolist(), ring_call(self.settings)
         members = members_named(ring.group_name)
@@ -158,7 +158,7 @@ class RingPass:
             lse = lse.transpose(1, 2)
         return out.contiguous(), lse.contiguous()
 
-    def backward(self, lse: torch.Tensor, dlse: Optional) -> Tensors:
+    def backward(self, lse: torch.Tensor, dlse: MaybeTensor) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
         dout, out = self.of_backward
         if not self.is_moved:
@@ -182,7 +182,7 @@ class RingPass:
         return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
 
 
-def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedRing:
+def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedRing:
     # a record would keep the function or tensor of such a pattern alive
     if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).lives_here:
         return ResolvedRing(settings, q.device.type, alive=pattern)

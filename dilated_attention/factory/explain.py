@@ -197,7 +197,7 @@ def explain_backend(
 
 def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
     """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known."""
-    if backend != "auto" or request.blocks is not None or registry.get(prepare.NAME).reasons_against(request):
+    if backend != "auto" or request.blocks is not None or registry.get(prepare.TILES).reasons_against(request):
         return ""
     rule = (
         "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the "
@@ -213,10 +213,10 @@ def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | No
             library = registry.select(asked).name
         except BackendUnavailable:
             return ""
-        if library == prepare.NAME:
+        if library == prepare.TILES:
             parts.append(f"{name} {library}, preferred for dense problems, too")
             continue
-        taken = prepare.NAME if prepare.runs_on_tiles(pattern, shape, asked, 1, library) else library
+        taken = prepare.TILES if prepare.runs_on_tiles(pattern, shape, asked, 1, library) else library
         tiles_ms = prepare.tiles_ms(pattern, shape, asked, 1)
         library_ms = prepare.library_ms(pattern, shape, asked, 1, library)
         parts.append(f"{name} {tiles_ms:.2f} ms against {library_ms:.2f} on {library}: {taken}")

@@ -34,7 +34,7 @@ from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.lists import block_lists, building_device, select_rows
 from dilated_attention.engine.branches.launches import Into, Masks
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.ops.prepare import select_backend
+from dilated_attention.engine.ops.prepare import options_of, select_backend
 from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_request, forward_lists
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -205,9 +205,7 @@ class BlockPart(Part):
             queries, keys = (x.expand(batch, -1) for x in (self.positions, positions))
             entries, heads = torch.arange(batch, device=device), torch.arange(*self.heads, device=device)
             dropout = Dropout(settings.dropout_p, masks.seed, entries, heads, queries, keys)
-        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-        mask = Mask(masks.padding)
-        return Options(settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=masks.bias)
+        return options_of(settings, mask=Mask(masks.padding), dropout=dropout, bias=masks.bias)
 
     def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
         """Returns the backend of a pass on tensors like these, or raises BackendUnavailable; None if no key is kept."""

@@ -29,7 +29,7 @@ from dilated_attention.backends.base import new_lse
 from dilated_attention.engine.branches.problems import Shape, problems_of
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, fuses, new_like, saved_elements
-from dilated_attention.engine.ops.resolve import INPUTS, Optional, ResolvedCall, ResolvedDilated, Tensors, gradient_of_out, resolve
+from dilated_attention.engine.ops.resolve import INPUTS, MaybeTensor, ResolvedCall, ResolvedDilated, Tensors, gradient_of_out, resolve
 from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, ResolvedUnion, pieces_of, resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms
@@ -50,7 +50,7 @@ _BACKWARD_QKV_AT, _BACKWARD_OPTIONAL_AT = slice(2, 5), slice(8, -_NUM_SETTINGS)
 
 def define_attention(
     name: str,
-    resolved_call: Callable[[torch.Tensor, torch.Tensor, Optional, CallSettings], ResolvedCall],
+    resolved_call: Callable[[torch.Tensor, torch.Tensor, MaybeTensor, CallSettings], ResolvedCall],
     alternative: str,
     *,
     new_saved: Callable[[tuple[Any, ...], CallSettings], torch.Tensor] | None = None,
@@ -108,7 +108,7 @@ def _register_derivatives(name: str, forward: Any, backward: Any, alternative: s
         # a pattern that holds a function or a tensor can be looked up by name only while it is alive: keep it until after the backward
         ctx.pattern = pattern_from_spec(blocks) if blocks else None
 
-    def gradients(ctx: Any, dout: Optional, dlse: Optional, *_: Any) -> tuple[Optional, ...]:
+    def gradients(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor, *_: Any) -> tuple[MaybeTensor, ...]:
         # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
         (q, k, v, *others, slopes, sinks), output = saved[: len(INPUTS)], saved[len(INPUTS) :]

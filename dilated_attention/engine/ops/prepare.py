@@ -78,7 +78,7 @@ def make_plan(
         if not named:
             chosen = registry.get(packed_library(pattern, shape, request, B, chosen.name))
         is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms[is_backward])
-        return request, Options(settings.scale, deterministic=request.deterministic, softcap=settings.softcap), chosen, is_whole
+        return request, options_of(settings), chosen, is_whole
 
     kind = decision = None
     if is_one and shape.queries == shape.keys:
@@ -114,7 +114,7 @@ def make_plan(
     if runner is not None:
         plan.runner = runner
     elif is_whole:
-        plan.runner, plan.backend = run_tiles, registry.get(NAME)
+        plan.runner, plan.backend = run_tiles, registry.get(TILES)
         if is_new and hardware is None and run_tiles.compile_ahead(plan, tensors, has_padding) and settings.needs_grad and not is_backward:
             # the backward's kernels, too, beside the forward's; one tensor stands in for dout and out
             like = torch.empty(q.shape, dtype=q.dtype, device="meta")
@@ -127,13 +127,13 @@ def make_plan(
         is_fused = shape.queries == shape.keys and first == 0 and documents == ((0, Nk),) and window is None and not by_position
         is_fused = is_fused and fuses(request.hardware, q.dtype)
         may_be_one = not plan.is_saved and not has_padding and not by_position and pattern.num_branches == 1
-        in_one_launch = may_be_one and (_take_one_launch(plan, tensors, is_fused) or _take_bounds(plan, q.device))
+        in_one_launch = may_be_one and (_try_one_launch(plan, tensors, is_fused) or _try_bounds(plan, q.device))
         if is_fused and not in_one_launch:
             plan.runner = run_branches
     return plan
 
 
-def _take_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
+def _try_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
     """Puts a call that is one dense problem of all queries, keys and heads into one launch; returns whether it is one."""
     can = plan.backend.capabilities
     # branches write into views given to them, and nothing is copied
@@ -155,7 +155,7 @@ def _take_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
     return True
 
 
-def _take_bounds(plan: Plan, device: torch.device) -> bool:
+def _try_bounds(plan: Plan, device: torch.device) -> bool:
     """Puts a dense call over packed documents, or with a part of the queries, into one launch of a library that takes their boundaries;
     returns whether it did."""
     shape, pattern = plan.shape, plan.pattern
@@ -208,6 +208,12 @@ def request_of(
         length=rounded_length(length),
         **more,
     )
+
+
+def options_of(settings: CallSettings, **masks: Any) -> Options:
+    """Returns what every launch of a call is told; ``masks``: its mask, dropout and bias."""
+    deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
+    return Options(settings.scale, deterministic=deterministic, softcap=settings.softcap, **masks)
 
 
 def extent_of(views: Tensors, length: int) -> int:
@@ -275,7 +281,7 @@ def new_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-NAME = "tiles"
+TILES = "tiles"
 # Host time in ms, forward and backward, of one launch of a library (its views and kernels), and of the rest of a call, on H200s. The
 # backward takes 0.095 and 0.35 where a launch of torch's takes 7 µs; hosts of other machines took up to 1.5 times as long. A whole call
 # on tiles takes less than 0.1 and 0.25.
@@ -367,7 +373,7 @@ def runs_on_tiles(
         return not is_self or shape.window is not None or request.dropout or request.bias or fits()
     if named or request.hardware.device_type != "cuda":
         return False
-    tiles = registry.get(NAME)
+    tiles = registry.get(TILES)
     if any(tiles.reasons_against(request) for request in passes) or not fits():
         return False
     tiles_total = library_total = 0.0
@@ -377,7 +383,7 @@ def runs_on_tiles(
             return True
         own_ms = tiles_ms(pattern, shape, request, batch, host_ms)
         tiles_total += own_ms
-        library_total += own_ms if name == NAME else library_ms(pattern, shape, request, batch, name, host_ms)
+        library_total += own_ms if name == TILES else library_ms(pattern, shape, request, batch, name, host_ms)
     return tiles_total <= library_total
 
 
@@ -408,7 +414,7 @@ def _pairs(pattern: DilatedPattern, shape: Shape) -> int:
 
 
 def tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
-    rate = rates.rate_of(NAME, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
+    rate = rates.rate_of(TILES, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
     kernels = _operations(pattern, shape, request, batch) / rate / 1e9
     is_whole = not shape.is_cut and len(shape.documents) == 1
     return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1

@@ -28,7 +28,7 @@ from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.engine.plan import Plan
 from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
-Optional = torch.Tensor | None
+MaybeTensor = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
 # the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; coordinates (B, Nk, 2), None
 # for positions, and slopes (H,): of a bias; sinks: of the heads (H,)
@@ -69,7 +69,7 @@ class ResolvedCall(ABC):
     alive: Any = None
 
     @abstractmethod
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """Returns the outputs. out (B, Nq, H, D) and lse (B, H, Nq) are contiguous. In one process there is at least one query, and the
         record knows the documents.
 
@@ -79,10 +79,10 @@ class ResolvedCall(ABC):
         """
 
     @abstractmethod
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
 
-    def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """``forward`` and the sinks, without autocast, and with an explanation if memory runs out."""
         q, k, cu_seqlens, slopes, is_local = inputs[0], inputs[1], inputs[4], inputs[8], not self.settings.sharding
         call = self.with_documents(cu_seqlens, k.shape[1]) if cu_seqlens is not None and is_local else self
@@ -96,7 +96,7 @@ class ResolvedCall(ABC):
         return out, lse, saved
 
     def run_backward(
-        self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...], *, of_slopes: bool = True,
+        self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...], *, of_slopes: bool = True,
         of_sinks: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
         """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dslopes or None, dsinks or None).
@@ -127,7 +127,7 @@ class ResolvedCall(ABC):
             explain_shortage(error, f"{'backward' if outer else 'forward'} of {self.name}", x)
             raise
 
-    def backward_op(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+    def backward_op(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
         """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
         op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
         saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
@@ -139,7 +139,7 @@ class ResolvedCall(ABC):
         out, lse = _record(self, *inputs) if self.settings.needs_grad else self.run_forward(*inputs)[:2]
         return out, lse
 
-    def with_documents(self: Self, cu_seqlens: Optional, num_keys: int, *, saves: bool = False) -> Self:
+    def with_documents(self: Self, cu_seqlens: MaybeTensor, num_keys: int, *, saves: bool = False) -> Self:
         """Returns the record for calls with these bounds.
 
         Raises:
@@ -169,7 +169,7 @@ class DirectAttention(torch.autograd.Function):
         return outputs[0], outputs[1]
 
     @staticmethod
-    def backward(ctx: Any, dout: Optional, dlse: Optional) -> tuple[Optional, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> tuple[MaybeTensor, ...]:  # type: ignore[override]
         # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
         inputs, outputs = saved[: len(INPUTS)], saved[len(INPUTS) :]
@@ -190,7 +190,7 @@ class DirectAttention(torch.autograd.Function):
 _record = super(torch.autograd.Function, DirectAttention).apply
 
 
-def gradient_of_out(dout: Optional, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def gradient_of_out(dout: MaybeTensor, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if dout is None:
         return torch.zeros_like(out)
     dout = dout.to(q.dtype)
@@ -202,14 +202,14 @@ class LocalCall(ResolvedCall):
     """Calls of one process. ``passes`` holds how a pass runs (``make_pass``) on tensors of some shapes and strides."""
 
     @abstractmethod
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, Any]:
+    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Any, Any]:
         """Decides how a pass runs on these tensors. Returns that, and what is kept of it for later passes, or None."""
 
     def remembered(self, key: tuple[Any, ...]) -> Any:
         """Returns how a pass runs on tensors like earlier ones, or None."""
         return self.passes.get(key)
 
-    def ready(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Tensors, Any]:
+    def ready(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Tensors, Any]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
 
         Args:
@@ -243,21 +243,21 @@ class ResolvedDilated(LocalCall):
 
     name = "dilated_attention"
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
         q, k, v, padding, _, seed, _, bias = inputs
         (q, k, v), plan = self.ready((q, k, v), padding, seed, self.documents is None or self.saves_documents)
         saved = q.new_empty(plan.saved) if plan.saved else None
         return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), saved), saved
 
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, _, bias), (out, lse, saved) = inputs, outputs
         saved = None if saved is None or not saved.numel() else saved
         (q, k, v, dout, out), plan = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
         tensors = dout, q, k, v, out, lse
         return plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, saved)  # type: ignore[no-any-return]
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Plan, Plan]:
+    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Plan, Plan]:
         """Makes the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
         plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=padding is not None, documents=self.documents, saved=more)
         return plan, plan
@@ -266,7 +266,7 @@ class ResolvedDilated(LocalCall):
 _NO_MASKS = Masks()
 
 
-def masks_of(padding: Optional, seed: Optional, bias: Bias | None = None) -> Masks:
+def masks_of(padding: MaybeTensor, seed: MaybeTensor, bias: Bias | None = None) -> Masks:
     if padding is None and seed is None and bias is None:
         return _NO_MASKS
     return Masks(padding, 0 if seed is None else int(seed.item()), bias)
@@ -307,7 +307,7 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     return key, torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, products
 
 
-def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> Self:
+def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> Self:
     """Returns the record of calls like this one, which is made for the first of them."""
     # in one process a record serves calls of all lengths and batch sizes
     sizes = (q.shape, k.shape) if settings.sharding else (q.shape[2:], k.shape[2:])
@@ -320,6 +320,6 @@ def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Optio
     return found
 
 
-def resolve(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> ResolvedDilated:
+def resolve(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedDilated:
     """Returns the record of calls of dilated attention like this one."""
     return record_of(ResolvedDilated, q, k, padding, settings)

@@ -29,8 +29,8 @@ from dilated_attention.engine.branches.launches import problems_at_once, without
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
-from dilated_attention.engine.ops.prepare import new_like, select_backend
-from dilated_attention.engine.ops.resolve import LocalCall, Optional, ResolvedDilated, Tensors, masks_of, record_of
+from dilated_attention.engine.ops.prepare import new_like, options_of, select_backend
+from dilated_attention.engine.ops.resolve import LocalCall, MaybeTensor, ResolvedDilated, Tensors, masks_of, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -258,24 +258,23 @@ class ResolvedBlocks(LocalCall):
 
     name = "block_sparse_attention"
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         q, k, v, padding, _, seed, kept, bias = inputs
         (q, k, v), pieces = self.ready((q, k, v), padding, seed, (kept, bias))
         return *blocks_forward(pieces, q, k, v, padding), None
 
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
         (q, k, v, dout, out), pieces = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
         grads = blocks_shares(pieces, (dout, q, k, v, out, lse), padding, dlse)
         return tuple([as_new(grad.to(x.dtype)) for grad, x in zip(grads, (q, k, v), strict=True)])
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[BlockPass, Any]:
+    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[BlockPass, Any]:
         """Chooses lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps, and the bias."""
         (q, k, *_), (kept, bias) = tensors, more
         settings, is_backward = self.settings, len(tensors) > 3
         seed_value = 0 if seed is None else int(seed.item())
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
-        deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
         pieces = []
         for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
             backend = select_backend(blocks_request(lists, tensors[:4], settings, padding is not None, is_backward), settings)
@@ -289,9 +288,7 @@ class ResolvedBlocks(LocalCall):
                 spans = (0, q.shape[0]), (0, q.shape[2]), (first, first + lists.num_queries), (keys.start, keys.stop)
                 batch, heads, *positions = (torch.arange(*span, device=q.device) for span in spans)
                 dropout = Dropout(settings.dropout_p, seed_value, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
-            options = Options(
-                settings.scale, mask=mask, dropout=dropout, deterministic=deterministic, softcap=settings.softcap, bias=own_bias
-            )
+            options = options_of(settings, mask=mask, dropout=dropout, bias=own_bias)
             pieces.append(_Piece(keys, rows, front, lists, options, backend))
         # what depends on a call's values is not remembered; weak references, so that only the cache of lists, which is limited, keeps them
         plain = padding is None and seed is None and kept is None and bias is None
@@ -313,7 +310,7 @@ class ResolvedUnion(LocalCall):
         arguments = self.settings, self.device_type, self.documents
         return ResolvedDilated(*arguments), ResolvedBlocks(*arguments)
 
-    def make_pass(self, tensors: Tensors, padding: Optional, seed: Optional, more: Any) -> tuple[Any, None]:
+    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Any, None]:
         """Returns the plan of the branches and the pieces of the block pattern. Nothing is kept here: each record keeps its own."""
         dilated, blocks = self.both
         # False: no outputs of branches are saved
@@ -321,7 +318,7 @@ class ResolvedUnion(LocalCall):
         _, pieces = blocks.ready(tensors, padding, seed, more)
         return (plan, pieces), None
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         q, k, v, padding, _, seed, kept, bias = inputs
         (q, k, v), (plan, pieces) = self.ready((q, k, v), padding, seed, (kept, bias))
         out_of_blocks, lse_of_blocks = blocks_forward(pieces, q, k, v, padding)
@@ -329,7 +326,7 @@ class ResolvedUnion(LocalCall):
         merge_onto(out, lse.transpose(1, 2), out_of_blocks, lse_of_blocks.transpose(1, 2))
         return out, lse, None
 
-    def backward(self, dout: torch.Tensor, dlse: Optional, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
         (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
         (q, k, v, dout, out), (plan, pieces) = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
@@ -338,7 +335,7 @@ class ResolvedUnion(LocalCall):
         return tuple(as_new((x.to(acc) + y).to(q.dtype)) for x, y in zip(of_branches, of_blocks, strict=True))
 
 
-def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: Optional, settings: CallSettings) -> LocalCall:
+def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> LocalCall:
     """Returns the record of calls of a block pattern, with or without branches, like this one."""
     kind: type[LocalCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
     pattern = pattern_from_spec(settings.blocks)
