@@ -20,7 +20,7 @@ from torch import Tensor
 from dilated_attention.pattern.blocks.base import BlockPattern
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, checked_total, kept_blocks, packed, unpacked
 
-# limits of the cache, over all devices; lists take about 1 % of one q
+# limits of the cache, over all devices; lists take about 1 % of the bytes of one q
 MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
 # up to this many pairs of blocks, over all heads with lists of their own, lists are built on the host
@@ -79,6 +79,7 @@ def block_lists(
         _wait_for(lists)
     if (queries, keys) == (num_queries, num_keys):
         return lists
+    # cut to the caller's length, and kept with the whole lists
     lists = lists.derived((num_queries, num_keys), lambda whole: _marked(whole.of_length(num_queries, num_keys)), by_length=True)
     _wait_for(lists)
     return lists
@@ -186,7 +187,7 @@ def lists_of_kept(
     B, H = kept.shape[:2]
     num_rows, num_columns = -(-num_queries // q_block), -(-num_keys // k_block)
     kept = kept[:, :, :num_rows, : -(-num_columns // WORD)]
-    # every value of (first query − first key) of a block of which causality keeps some pairs but not all
+    # the offsets, first query − first key, at which causality cuts a block; a mask of −1 below is that of a block kept whole
     deltas = range(math.gcd(q_block, k_block) - q_block, k_block - 1, math.gcd(q_block, k_block)) if is_causal else range(0)
     row_starts = torch.zeros(B * H * num_rows + 1, dtype=torch.int64, device=kept.device)
     columns_of_parts = [torch.zeros(0, dtype=torch.int32, device=kept.device)]

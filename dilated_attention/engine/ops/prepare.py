@@ -59,13 +59,14 @@ def make_plan(
     Nk, first = num_keys if num_keys is not None else k.shape[1], settings.query_offset
     is_plain, is_one = documents is None, documents is None or len(documents) == 1
     documents = ((0, Nk),) if documents is None else documents
+    # the most positions that a problem spans, and the most rows that it has
     longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
     length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
     causal, window = settings.is_causal, settings.window_sides
-    # what differs from pair to pair is cut for each launch, so that the heads of one need equal offsets
+    # masks, dropout and bias depend on positions, so a launch with them holds only heads of one offset
     by_position = settings.dropout_p > 0 or bool(settings.bias)
     shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)
-    # such a mixture's two passes run alike, since the backward reads outputs that the forward saved
+    # with detached mixing the backward reads what the forward saved, so both run alike
     both = settings.detached and (settings.needs_grad or is_backward)
 
     def decide() -> tuple[AttentionRequest, Options, Backend, bool]:
@@ -116,7 +117,7 @@ def make_plan(
     elif is_whole:
         plan.runner, plan.backend = run_tiles, registry.get(TILES)
         if is_new and hardware is None and run_tiles.compile_ahead(plan, tensors, has_padding) and settings.needs_grad and not is_backward:
-            # the backward's kernels, too, beside the forward's; one tensor stands in for dout and out
+            # called only to start compiling the backward's kernels, beside the forward's; one tensor stands in for dout and out
             like = torch.empty(q.shape, dtype=q.dtype, device="meta")
             make_plan(
                 settings, (*tensors, like, like), True, has_padding=has_padding, documents=None if is_plain else documents,
@@ -134,7 +135,7 @@ def make_plan(
 
 
 def _try_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
-    """Puts a call that is one dense problem of all queries, keys and heads into one launch; returns whether it is one."""
+    """Changes the plan of a call that is one dense problem of all queries, keys and heads to one launch; returns whether it did."""
     can = plan.backend.capabilities
     # branches write into views given to them, and nothing is copied
     if is_fused and can.writes_views:
@@ -156,8 +157,8 @@ def _try_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
 
 
 def _try_bounds(plan: Plan, device: torch.device) -> bool:
-    """Puts a dense call over packed documents, or with a part of the queries, into one launch of a library that takes their boundaries;
-    returns whether it did."""
+    """Changes the plan of a dense call over packed documents, or with a part of the queries, to one launch of a library that takes their
+    boundaries; returns whether it did."""
     shape, pattern = plan.shape, plan.pattern
     if not is_packed(pattern, shape, plan.backend.capabilities, plan.size[0]):
         return False
@@ -394,6 +395,7 @@ def rounded(num_positions: int) -> int:
 
 
 def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
+    # two products of matrices forward, five backward, of two operations each
     return (10 if request.needs_grad else 4) * request.head_dim * _pairs(pattern, shape) * batch
 
 

@@ -91,7 +91,7 @@ def holdings(bounds: tuple[int, ...], size: int, layout: str) -> tuple[list[Shar
         held = [] if rank else [(bound + slide, bound + slide + 1, 1) for slide, bound in enumerate(bounds[:-1])]
         for span in spans(bounds[-1], rank, size, layout):
             for slide, run in enumerate(itertools.pairwise(bounds), 1):
-                # before a tile of the ``slide``-th slide, counted from 1, there are as many class tokens
+                # here ``slide`` counts from 1: before a tile of it there are as many class tokens
                 for tiles in (range(*span)[first:last] for first, last in rows_at_positions([span], *run)):
                     held.append((tiles.start + slide, tiles.stop + slide, tiles.step))
         before.append(ShardSpec(tuple(held), (0, 1)))

@@ -38,7 +38,7 @@ class IntervalPattern(BlockPattern):
         return torch.zeros_like(index), index + grid.first_row, column
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        """Returns the states, and as keys the distances of the blocks, which determine the mask of a window."""
+        """Returns the states, and as keys of the masks the distances of the blocks: partial ones with equal keys have equal masks."""
         queries, (first_key, last_key) = grid.queries(row), grid.keys(column)
         (lowest, least), (most, highest) = (self.reach(query, grid.num_positions) for query in queries)
         kept = (last_key >= lowest) & (first_key < highest)
