@@ -38,10 +38,10 @@ class KeyMask:
         window: (left, right) in positions, None for unbounded; None for no window.
         padding: (B, num_filled) bool, True = padding.
         cu_seqlens: bounds of packed documents in the B rows concatenated, int32.
-        is_guess: the documents are those that compiled code cannot rule out; each row may in fact be one document.
+        is_guess: compiled code cannot read the bounds, so each row of ``cu_seqlens`` may in fact be one document.
         seq_len: of rows that ``context_parallel`` has cut, the length of the whole sequence, in which ``cu_seqlens`` are bounds.
         empty: (B, Nq) bool, True = a query that sees nothing, whatever the other parts say: its row is 0.
-        checked: the tensors in which documents were looked for: the layers of a forward share them and their mask.
+        checked: tensors that were searched for documents already, so that the later layers of a forward do not search them again.
     """
 
     num_keys: int
@@ -273,12 +273,13 @@ def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: i
     unlike = ValueError(f"{shape} keeps other pairs than causality, one window and padding do; {expected}")
     if band is None:
         raise unlike
-    left, right, highest, is_cut = band
+    left, right, highest, misses_last = band
+    # where a side on the right is found, it tells causality; otherwise the layer does
     is_causal = right <= 0 if right is not None else is_causal and (highest <= 0 or not is_alone)
     if is_causal and (right is not None or num_queries == 1):
         # the last key that a query sees is its own; those after it are the rest of a static cache
         offset, left = offset + highest, None if left is None else left + highest
-    elif is_cut and offset > 0:
+    elif misses_last and offset > 0:
         raise ValueError(f"{shape} does not say which of the keys are those of the {num_queries} queries; {expected}")
     if offset < 0 or (left is not None and left < 0):
         raise unlike
@@ -304,10 +305,11 @@ def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: i
 
 
 def _band_of(seen: torch.Tensor, offset: int) -> tuple[int | None, int | None, int, bool] | None:
-    """Returns what a mask (B, Nq or 1, Nk) keeps of the keys that any query sees: those from own − left to own + right.
+    """Returns (left, right, highest, misses_last) of a mask (B, Nq or 1, Nk), or None if it keeps other pairs than such a band.
 
-    The result is (left, right, the highest key − own that is seen, whether no query sees the last key), with None for a side on which
-    nothing is dropped; None for all if it keeps other pairs. Rows that see nothing do not count.
+    Of the keys that any query sees, a query sees those from own − left to own + right, where own is the key at its own position; None for
+    a side on which nothing is dropped. ``highest`` is the highest key − own that is seen; ``misses_last``: no query sees the last key.
+    Rows that see nothing do not count.
     """
     num_queries, num_keys = seen.shape[1:]
     own = torch.arange(offset, offset + num_queries, dtype=torch.int32, device=seen.device)
