@@ -151,7 +151,7 @@ def _part_of(plan: Plan, stage: Stage, heads: Range, positions: Range, concurren
         shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=heads)
     problems = problems_of(stage.pattern, shape)
     if stage.before is not None:
-        problems = problems._replace(problems=tuple([problem for problem in problems.problems if problem.branch in stage.branches]))
+        problems = problems._replace(problems=tuple([problem for problem in problems.problems if problem.branch != stage.before]))
     return Part(stage, heads, positions, problems, concurrent)
 
 
@@ -285,7 +285,7 @@ def _on_streams(
         return sorted(all_launches, key=lambda launches: -launches[0].problem.pairs)
 
     # equal chunks have the same launches
-    launches = plan.once((letters, tuple(elsewhere), part.stage.branches, heads, positions[1] - positions[0]), make)
+    launches = plan.once((letters, tuple(elsewhere), part.stage.before, heads, positions[1] - positions[0]), make)
     num_streams = 1 if part.concurrent > 1 or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
     with Streams(device, num_streams) as streams:
         for stream in range(len(streams)):

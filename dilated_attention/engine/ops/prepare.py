@@ -357,26 +357,25 @@ def runs_on_tiles(
     if shape.keys[0] or (shape.documents and shape.documents[-1][1] != shape.keys[1]):
         # tables have all keys of the documents
         return False
-    is_self = shape.queries == shape.keys and len(shape.documents) == 1
+    is_self, is_own = shape.queries == shape.keys and len(shape.documents) == 1, registry.get(library).capabilities.whole_calls
+    takes_own = is_own and (named or not both)
+    if takes_own and (not is_self or shape.window is not None or request.dropout or request.bias):
+        # the runner of branches can cut by positions, too, but knows no such calls
+        return True
+    if not takes_own and (named or request.hardware.device_type != "cuda"):
+        return False
     if is_self:
         # one answer for all lengths between two of four binary digits
         shape = whole_shape(shape.num_heads, shape.num_kv_heads, rounded(shape.keys[1]), shape.is_causal)._replace(window=shape.window)
     passes = [replace(request, needs_grad=which, extent=0) for which in ((False, True) if both else (request.needs_grad,))]
-
-    def fits() -> bool:
-        """Whether the smallest group of heads that can run at a time stays within the budget."""
-        size, group = (batch, request.head_dim, request.dtype.itemsize), shape.num_heads // shape.num_kv_heads
-        of_passes = [head_bytes(pattern, shape, size, one.needs_grad, both) for one in passes]
-        return all(of_head * group <= budget for of_head, budget in of_passes)
-
-    if registry.get(library).capabilities.whole_calls and (named or not both):
-        # the runner of branches can cut by positions, too, but knows no windows, dropout or bias
-        return not is_self or shape.window is not None or request.dropout or request.bias or fits()
-    if named or request.hardware.device_type != "cuda":
+    if not takes_own and any(registry.get(TILES).reasons_against(one) for one in passes):
         return False
-    tiles = registry.get(TILES)
-    if any(tiles.reasons_against(request) for request in passes) or not fits():
-        return False
+    size, group = (batch, request.head_dim, request.dtype.itemsize), shape.num_heads // shape.num_kv_heads
+    of_passes = [head_bytes(pattern, shape, size, one.needs_grad, both) for one in passes]
+    # the smallest group of heads that can run at a time stays within the budget
+    fits = all(of_head * group <= budget for of_head, budget in of_passes)
+    if takes_own or not fits:
+        return fits
     tiles_total = library_total = 0.0
     for request in passes:
         name = packed_library(pattern, shape, request, batch, registry.select(request).name) if both else library
