@@ -2,7 +2,6 @@
 
 from dilated_attention.distributed.comm.group import Members, members_of
 from dilated_attention.distributed.comm.session import RingError
-from dilated_attention.distributed.exchange.setup import explain_exchange
 from dilated_attention.distributed.load_balance import balanced_layout
 from dilated_attention.distributed.sharding.layout import LAYOUTS, Layout, local_positions, shard_sequence, spans, unshard_sequence
 
@@ -12,7 +11,6 @@ __all__ = [
     "Members",
     "RingError",
     "balanced_layout",
-    "explain_exchange",
     "local_positions",
     "members_of",
     "shard_sequence",

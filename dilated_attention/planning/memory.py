@@ -236,11 +236,10 @@ def _exchange_of_branches(problem: Problem, pattern: DilatedPattern, memory: int
     units = _needed_units([needed_keys(exchanged, rank) for rank in range(W)], exchanged.shards, Hk)
     spanned = [key_span(exchanged, rank) for rank in range(W)]
     lengths = torch.tensor([span.end - span.start for span in spanned]) * (units.sum(1) > 0)
-    sizes = {"batch": B, "num_heads": H, "num_kv_heads": Hk, "head_dim": D, "itemsize": e}
-    if is_dense:
-        steps = setup.dense_steps(N, W, is_causal=problem.is_causal, needs_grad=problem.training, memory=memory, **sizes)
-    else:
-        steps = setup.head_steps("dilated", Hk, 0, exchanged.seq_len * Hk * unit_bytes * (1 + problem.training), 0, memory)
+    kind, needed_of = "dense" if is_dense else "dilated", functools.partial(needed_keys, exchanged)
+    steps = setup.steps_of(
+        kind, exchanged, needed_of, exchanged.seq_len, setup.mean_pairs(exchanged), (B, D, e), memory, needs_grad=problem.training
+    )
     costs = _exchange_in_steps(name, units, lengths * Hk, unit_bytes, len(steps) if pattern.branch_heads == "all" else 1)
     if problem.layout == "striped":
         # rows are put in order before the call and back after it: all but one in W move to another rank
@@ -287,7 +286,8 @@ def _exchange_of_blocks(problem: Problem, pattern: BlockPattern, memory: int) ->
     needs = blocks.needs_of(ring_problem, torch.device("cpu"))
     sizes = problem.batch_size, problem.head_dim, problem.dtype.itemsize
     needed_of = functools.partial(blocks.needed_blocks, ring_problem, needs)
-    steps = setup.block_steps(ring_problem, needs, needed_of, sizes, memory, needs_grad=problem.training)
+    held, pairs = setup.held_blocks(ring_problem, needs), setup.block_pairs(ring_problem, needs)
+    steps = setup.steps_of("blocks", ring_problem, needed_of, held, pairs, sizes, memory, needs_grad=problem.training)
     units = torch.zeros((W, W), dtype=torch.int64)
     for kv_heads in setup.heads_of(steps):
         # all heads of a step receive what one of them needs

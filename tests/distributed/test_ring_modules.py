@@ -26,7 +26,7 @@ from dilated_attention import (
     shard_sequence,
 )
 from dilated_attention.backends import registry
-from dilated_attention.distributed import Layout, explain_exchange
+from dilated_attention.distributed import Layout
 from dilated_attention.distributed.exchange import setup
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients
 from dilated_attention.modules import set_layout
@@ -34,7 +34,6 @@ from dilated_attention.pattern import BigBird, LocalWindow
 from dilated_attention.testing import largest, max_error
 from tests.helpers.machine import worlds
 from tests.helpers.pool import Pool, here, patience, pool_of
-from tests.helpers.ring_cases import random_layout
 
 # no multiple of a block
 N, HEADS, D = 333, 4, 32
@@ -273,19 +272,6 @@ def test_a_model_gets_another_layout_for_each_batch() -> None:
     for found in pool_of(3).run(packed_steps):
         # the loss is float32
         assert len(found) > 20 and max(found) < 1e-6
-
-
-def test_the_exchange_is_explained() -> None:
-    sizes: dict[str, Any] = {"num_heads": 8, "is_causal": True}
-    table = explain_exchange(4096, 2, layout=random_layout(4096, 2, 1), **sizes)
-    assert table == explain_exchange(4096, 2, layout="zigzag", **sizes)
-    with pytest.raises(ValueError, match="layout is 'diagonal'"):
-        explain_exchange(4096, 2, layout="diagonal", **sizes)
-    # 8 MiB of K and V a head, of which two steps are held; in training their gradients, too
-    for needs_grad, held in ((False, 88), (True, 176)):
-        text = explain_exchange(16384, 4, num_heads=16, needs_grad=needs_grad)
-        assert "in steps of [6, 5, 5] key/value heads; a process receives at most 96.0 MiB" in text
-        assert f"and holds {held}.0 MiB at a time" in text
 
 
 def test_setups_are_forgotten_where_they_are_too_many_or_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

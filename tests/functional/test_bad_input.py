@@ -19,7 +19,6 @@ import dilated_attention as da
 from dilated_attention import BackendUnavailable, DilatedPattern, modules
 from dilated_attention.backends import Hardware
 from dilated_attention.cli import main
-from dilated_attention.distributed import explain_exchange
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, SlideEncoderConfig
@@ -429,8 +428,6 @@ REFUSED: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("dropout_p", da.explain_backend, (1, -0.1, 1e39)),
     ("softcap", da.explain_backend, (0.0, 1e39, 1e-46)),
     ("num_positions", with_(da.explain_backend, pattern=PATTERN), (0, 2**63)),
-    ("size", with_(explain_exchange, 64, num_heads=2), (0, -1, 2**21)),
-    ("itemsize", with_(explain_exchange, 64, 2, num_heads=2), (0, -1)),
     ("num_heads", with_(da.DilatedAttention, [8], [1], sinks=True), COUNTS),
     ("num_requests", with_(KVCache, CONFIG, max_length=8), COUNTS),
     ("num_pages", with_(PagedKVCache, CONFIG, 1, 8), (0, 2**31, 2**62)),
@@ -458,7 +455,6 @@ def test_a_number_that_cannot_be_computed_with_is_refused_by_name(name: str, cal
         *((name, da.explain_backend) for name in FLAGS),
         *((name, explain) for name in ("dtype", "hardware") for explain in (da.explain_backend, da.explain_decode)),
         ("dense", da.explain_decode),
-        *((name, with_(explain_exchange, 64, 2, num_heads=2)) for name in ("is_causal", "needs_grad")),
         ("config", LongNetLM),
     ],
 )

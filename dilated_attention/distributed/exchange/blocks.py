@@ -237,15 +237,15 @@ def held_documents(
         positions = np.concatenate([np.arange(start + low * block, min(start + high * block, end)) for low, high in runs])
         place = is_own[positions].nonzero()[0]
         # a rank's rows of one document lie side by side
-        first, row = row, row + len(place)
+        first, row, rows = row, row + len(place), on_device([place, positions], device)
         parts.append(
             BlockPart(
                 rows=slice(first, row),
                 heads=(0, ring_problem.num_heads),
                 key_rows=slice(keys[0] - span.start, keys[1] - span.start),
                 settings=settings,
-                place=on_device([place], device) if len(place) < lists.num_queries else None,
-                positions=on_device([positions], device),
+                place=rows[0] if len(place) < lists.num_queries else None,
+                positions=rows[1],
                 first_key=keys[0],
                 lists=lists,
             )

@@ -27,16 +27,22 @@ from dilated_attention.distributed.exchange.blocks import (
     needed_blocks,
     needs_of,
 )
-from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, heads_alike, key_span, needed_keys
+from dilated_attention.distributed.exchange.plan import (
+    Needed,
+    RingBlockProblem,
+    RingProblem,
+    ShardedProblem,
+    heads_alike,
+    key_span,
+    needed_keys,
+)
 from dilated_attention.distributed.exchange.run import Part, SparseRows, Tensors, Term, parts_of
 from dilated_attention.distributed.exchange.step import Step, make_step
-from dilated_attention.distributed.sharding.layout import Layout, ShardSpec, joined, layout_name, spans
+from dilated_attention.distributed.sharding.layout import ShardSpec, joined, spans
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern, pattern_from_spec
-from dilated_attention.pattern.checks import MAX_RANKS, as_int
-from dilated_attention.validation import check_bool, check_counts
 
 # what ``exchange`` may be, besides "auto"; "ring" and "2d" run as "auto"
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
@@ -50,28 +56,41 @@ STEP_SHARE, MOST_STEPS, STEP_BYTES = 0.06, 4, 16 * 2**20
 HOST_SECONDS = {"dense": 0.3e-3, "blocks": 0.7e-3}
 # the most bytes of tables and lists in all cached setups, without those that ``block_lists`` caches, and the most setups
 MAX_CACHED_BYTES, MOST_SETUPS = 2**30, 512
-# with fewer bytes of keys and values per rank a call is not separated (``Crossing``), which would cost more than it saves. On H200s two
-# calls and a merge take 0.1 ms more of the host than one, 0.3 ms in training; to fill a memory of all ranks' keys of this size takes
-# 0.03 ms (benchmarks/results)
-SMALL_BYTES = 2**24
+# with fewer bytes of keys and values per rank a call is not separated (``Crossing``): its two calls, merge and chosen rows take the host
+# longer than one call. Two H200s, LongNet 12×64 in 16 bits, forward + backward, separated and not: 32,768 a rank (96 MiB) 3.5 and 2.2 ms,
+# 131,072 (384 MiB) 5.7 and 8.6 ms (benchmarks/results)
+SMALL_BYTES = 2**27
 
 
-def head_steps(kind: str, kv_heads: int, brought: float, held: float, seconds: float, memory: int, forced: int = 0) -> tuple[int, ...]:
+def steps_of(
+    kind: str, problem: ShardedProblem[Any], needed_of: Callable[..., Needed], held_rows: int, pairs: float, sizes: tuple[int, int, int],
+    memory: int, *, needs_grad: bool, forced: int = 0,
+) -> tuple[int, ...]:  # fmt: skip
     """Returns the number of key/value heads of each step. All ranks must come to the same answer.
 
     Args:
         kind: a key of ``HOST_SECONDS``; calls of another kind take several steps only to save memory.
-        brought: bytes that a rank receives of all heads' keys.
-        held: bytes of the keys that a rank would hold at once, in training with their gradients.
-        seconds: time of a rank's arithmetic in a forward.
+        needed_of: what a rank needs for some key/value heads, ``needed_keys`` or ``needed_blocks``.
+        held_rows: the most positions whose keys a rank has in memory.
+        pairs: query-key pairs of a rank.
+        sizes: batch, head dim and bytes of an element.
         memory: bytes of memory of a device.
         forced: the number of steps that the caller asks for; 0 for any.
     """
-    count = 1
-    if kind in HOST_SECONDS and brought / BYTES_PER_SECOND > STEP_SHARE * seconds:
-        count = max(1, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
-    limit = max(1.0, MEMORY_SHARE * memory)
-    return even_steps(kv_heads, forced or max(count, math.ceil(2 * held / limit) if held > limit else 1))
+    (batch, head_dim, itemsize), kv_heads = sizes, problem.num_kv_heads
+    # bytes of K and V at a position, of all heads
+    row_bytes = 2 * batch * head_dim * itemsize * kv_heads
+    # of the keys that a rank would hold at once, in training with their gradients
+    held, limit = held_rows * row_bytes * (1 + needs_grad), max(1.0, MEMORY_SHARE * memory)
+    count = math.ceil(2 * held / limit) if held > limit else 1
+    if kind in HOST_SECONDS and not forced:
+        # where heads need different positions, the mean over heads
+        needed = (needed_of(rank, kv_heads=(0, kv_heads)) for rank in range(problem.size))
+        brought = max(x.count([(0, problem.seq_len)]) / x.heads for x in needed) * row_bytes
+        seconds = 4 * batch * head_dim * pairs / FLOPS_PER_SECOND
+        if brought / BYTES_PER_SECOND > STEP_SHARE * seconds:
+            count = max(count, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
+    return even_steps(kv_heads, forced or count)
 
 
 def even_steps(heads: int, steps: int) -> tuple[int, ...]:
@@ -85,88 +104,19 @@ def heads_of(steps: tuple[int, ...]) -> Iterator[Range]:
     return itertools.pairwise(itertools.accumulate(steps, initial=0))
 
 
-def dense_steps(
-    seq_len: int, size: int, *, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, is_causal: bool,
-    needs_grad: bool, memory: int,
-) -> tuple[int, ...]:  # fmt: skip
-    """Returns the number of key/value heads of each step of a dense call."""
-    keys = 2 * seq_len * batch * num_kv_heads * head_dim * itemsize
-    seconds = 4 * seq_len**2 / (2 if is_causal else 1) / size * num_heads * head_dim * batch / FLOPS_PER_SECOND
-    return head_steps("dense", num_kv_heads, keys * (size - 1) / size, keys * (1 + needs_grad), seconds, memory)
+def mean_pairs(problem: RingProblem) -> float:
+    """Returns the query-key pairs of dilated or dense attention, as a mean over ranks."""
+    lengths = (end - start for start, end in problem.documents)
+    return sum(problem.pattern.pairs(length, problem.num_heads, is_causal=problem.is_causal) for length in lengths) / problem.size
 
 
-def block_steps(
-    ring_problem: RingBlockProblem,
-    needs: NeededBlocks,
-    needed_of: Callable[..., Needed],
-    sizes: tuple[int, int, int],
-    memory: int,
-    branches: RingProblem | None = None,
-    *,
-    needs_grad: bool = False,
-    forced: int = 0,
-) -> tuple[int, ...]:
-    """Returns the number of key/value heads of each step of a call of a block pattern, with or without dilated branches. ``needed_of``:
-    ``needed_blocks`` of this problem; ``sizes``: batch, head dim and bytes of an element."""
-    batch, head_dim, itemsize = sizes
-    kv_heads, ranks = ring_problem.num_kv_heads, range(ring_problem.size)
-    # bytes of K and V at a position, of all heads; where heads need different positions, the counts below are means over heads
-    row_bytes = 2 * batch * head_dim * itemsize * kv_heads
-    needed = (needed_of(rank, kv_heads=(0, kv_heads)) for rank in ranks)
-    brought = max(x.count([(0, ring_problem.seq_len)]) / x.heads for x in needed)
-    held = max(end - start for start, end in (block_span(ring_problem, needs, rank) for rank in ranks))
-    pairs = needs.blocks * ring_problem.pattern.q_block * ring_problem.pattern.k_block
-    if branches is not None:
-        lengths = (end - start for start, end in branches.documents)
-        branch_pairs = sum(branches.pattern.pairs(length, branches.num_heads, is_causal=branches.is_causal) for length in lengths)
-        pairs += branch_pairs / ring_problem.size
-    seconds = 4 * batch * head_dim * pairs / FLOPS_PER_SECOND
-    return head_steps("blocks", kv_heads, brought * row_bytes, held * row_bytes * (1 + needs_grad), seconds, memory, forced)
+def block_pairs(problem: RingBlockProblem, needs: NeededBlocks) -> float:
+    return needs.blocks * problem.pattern.q_block * problem.pattern.k_block
 
 
-def explain_exchange(
-    seq_len: int,
-    size: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    head_dim: int = 128,
-    batch: int = 1,
-    layout: str | Layout = "zigzag",
-    is_causal: bool = False,
-    needs_grad: bool = False,
-    itemsize: int = 2,
-    memory: int = 141 * 10**9,
-) -> str:
-    """Explains how dense attention over ``size`` processes of one node exchanges its keys, as text to print: how many key/value heads each
-    step has, how many bytes a process receives in a forward, and how many it holds at a time.
-
-    Args:
-        seq_len: N, the length of the whole sequence.
-        layout: as in ``ring_attention``.
-        itemsize: bytes per element of q.
-        memory: bytes of memory of each device.
-    """
-    head_dim, num_heads, heads = check_counts(head_dim, num_heads, num_kv_heads)
-    seq_len, size = as_int("seq_len", seq_len, minimum=0), as_int("size", size, minimum=1, maximum=MAX_RANKS)
-    batch, itemsize = as_int("batch", batch, minimum=1), as_int("itemsize", itemsize, minimum=1)
-    memory = as_int("memory", memory, minimum=1)
-    check_bool("is_causal", is_causal)
-    check_bool("needs_grad", needs_grad)
-    name = exchange_of("auto", layout_name(layout), size, num_heads, heads, is_dense=True, is_causal=is_causal)
-    row = batch * head_dim * itemsize
-    if name == "all_to_all":
-        moved = 2 * (num_heads + max(heads, size)) * (seq_len // size) * row * (size - 1) // size
-        return f"all_to_all: each process computes some heads of all {seq_len} positions and receives {moved / 2**20:,.1f} MiB"
-    steps = dense_steps(
-        seq_len, size, batch=batch, num_heads=num_heads, num_kv_heads=heads, head_dim=head_dim, itemsize=itemsize, is_causal=is_causal,
-        needs_grad=needs_grad, memory=memory,
-    )  # fmt: skip
-    moved, held = 2 * (seq_len - seq_len // size) * heads * row, 2 * seq_len * sum(steps[:2]) * row * (1 + needs_grad)
-    return (
-        f"all_gather: keys of {seq_len} positions in steps of {list(steps)} key/value heads; a process receives at most "
-        f"{moved / 2**20:,.1f} MiB and holds {held / 2**20:,.1f} MiB at a time"
-    )
+def held_blocks(problem: RingBlockProblem, needs: NeededBlocks) -> int:
+    """Returns the most positions whose keys a rank has in memory."""
+    return max(end - start for start, end in (block_span(problem, needs, rank) for rank in range(problem.size)))
 
 
 def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:
@@ -368,7 +318,7 @@ def make_setup(
         problem = RingProblem(pattern, is_causal=settings.is_causal, window=settings.window_sides, **common)
     # 2. which keys each rank needs, which span of keys this rank holds, and how many heads a step brings
     terms, sparse_rows = list[Term](), None
-    device_bytes, row_bytes = device_memory(device), 2 * B * D * k.element_size()
+    device_bytes, row_bytes = device_memory(device), 2 * B * D * k.element_size() * kv_heads
     # heads that run different branches are not divided into steps
     may_divide = len(ranks) > 1 and (pattern is None or pattern.branch_heads == "all")
     steps_of_heads: tuple[int, ...] = (kv_heads,)
@@ -380,16 +330,14 @@ def make_setup(
         span = memory_of(block_problem, needs, own_index, problem)
         documents_held = held_documents(block_problem, own_index, span, settings, device)
         same_rows = same_rows and needs.kept.shape[1] == 1
-        if may_divide:
-            sizes = B, D, k.element_size()
-            training, forced = settings.needs_grad, ring.head_steps
-            steps_of_heads = block_steps(block_problem, needs, needed_of, sizes, device_bytes, problem, needs_grad=training, forced=forced)
+        kind, held_rows = "blocks", held_blocks(block_problem, needs)
+        pairs = block_pairs(block_problem, needs) + (0 if problem is None else mean_pairs(problem))
     else:
         assert problem is not None and pattern is not None
         documents_held = list[BlockPart]()
         # masks and dropout count all positions, and detached mixing needs the outputs of all branches
         may_separate = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
-        crossing = crossing_of(problem, row_bytes * kv_heads) if may_separate and len(ranks) > 1 else None
+        crossing = crossing_of(problem, row_bytes) if may_separate and len(ranks) > 1 else None
         if crossing is not None:
             at_home = replace(problem, pattern=crossing.home, window=None)
             home = parts_of(at_home, settings, (0, last - first), own_index, None, first)
@@ -397,15 +345,12 @@ def make_setup(
             sparse_rows = SparseRows(crossing.step, (crossing.offsets, crossing.kv_offsets), q_like.shape[1], device)
             q_like = q_like[:, :: crossing.step]
         needed_of, span = functools.cache(functools.partial(needed_keys, problem)), key_span(problem, own_index)
-        if may_divide and is_dense:
-            steps_of_heads = dense_steps(
-                ring.seq_len, size, batch=B, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=D, itemsize=k.element_size(),
-                is_causal=settings.is_causal, needs_grad=settings.needs_grad, memory=device_bytes,
-            )  # fmt: skip
-        elif may_divide:
-            steps_of_heads = head_steps(
-                "dilated", kv_heads, 0, problem.seq_len * row_bytes * kv_heads * (1 + settings.needs_grad), 0, device_bytes
-            )
+        kind, held_rows, pairs = "dense" if is_dense else "dilated", problem.seq_len, mean_pairs(problem) if is_dense else 0
+    if may_divide:
+        steps_of_heads = steps_of(
+            kind, problem or block_problem, needed_of, held_rows, pairs, (B, D, k.element_size()), device_bytes,
+            needs_grad=settings.needs_grad, forced=ring.head_steps,
+        )  # fmt: skip
     # 3. what each step brings, and what is computed with it
     steps, branch_parts, listed_parts, exchanges = list[Step](), list[tuple[Part, ...]](), list[tuple[BlockPart, ...]](), False
     for index, step_heads in enumerate(heads_of(steps_of_heads)):

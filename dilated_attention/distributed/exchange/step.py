@@ -4,7 +4,7 @@ form from what all ranks know."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,12 +26,17 @@ class RowIndex(NamedTuple):
     numbers: torch.Tensor
 
 
-def on_device(lines: Sequence[range | np.ndarray], device: torch.device) -> torch.Tensor:
+def numbers_of(lines: Iterable[range | np.ndarray]) -> np.ndarray:
     """Returns the numbers of all lines, one after the other."""
-    numbers = [np.arange(some.start, some.stop) if isinstance(some, range) else some for some in lines]
-    tensor = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]))
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(x.start, x.stop) if isinstance(x, range) else x for x in lines)])
+
+
+def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Returns the tables on a device, by one copy."""
+    tensor = torch.from_numpy(np.concatenate(tables))
     # a copy from other memory would wait for all that the GPU has to do
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    tensor = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.split([len(table) for table in tables])
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,15 +133,15 @@ def make_step(
         if peer != rank:
             send[peer] = [moved(some, stacked[run] - shard[run][0]) for run, some in needed(peer).rows(shard)]
             place[peer] = [moved(some, -span[0]) for _, some in wanted.rows(held)]
-    sent, arrives = (
-        RowIndex([sum(map(len, some)) for some in by_peer], on_device([*itertools.chain(*by_peer)], device)) for by_peer in (send, place)
-    )
-    lines = stacked[-1] * each
-    own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives.numbers[:0]])
-    numbers = torch.arange(lines + len(arrives.numbers), device=device)
-    sources = torch.full((rows * each,), lines + len(arrives.numbers), device=device)
-    sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives.numbers, numbers[lines:])
-    return Step(what, kv_heads, (kv_heads[1] - kv_heads[0]) // each, rows, own, sent, arrives, sources, own_places)
+    own_lines = numbers_of(range(at * each, (at + count) * each) for _, at, count in own)
+    sent, arrives = (numbers_of(itertools.chain(*by_peer)) for by_peer in (send, place))
+    lines, arrived = len(own_lines), len(arrives)
+    filled = np.full(rows * each, lines + arrived)
+    filled[own_lines], filled[arrives] = np.arange(lines), np.arange(lines, lines + arrived)
+    to_send, to_place, sources, own_places = on_device([sent, arrives, filled, own_lines], device)
+    to_peers, from_peers = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
+    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(to_peers, to_send), RowIndex(from_peers, to_place))
+    return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
 
 
 def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step) -> None:

@@ -22,7 +22,7 @@ from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabi
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
 from dilated_attention.engine.branches.launches import PART_BYTES
 from dilated_attention.engine.branches.places import layout_of, stages_of
-from dilated_attention.engine.branches.problems import Range, Shape, whole_shape
+from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.branches.run_tiles import head_bytes
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.plan import Plan, Runner, Tensors
@@ -77,17 +77,19 @@ def make_plan(
         chosen = select_backend(request, settings)
         named = settings.backend != "auto"
         if not named:
-            chosen = registry.get(packed_library(pattern, shape, request, B, chosen.name))
+            chosen = registry.get(packed_library(pattern, rounded_shape(shape), request, B, chosen.name))
         is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms[is_backward])
         return request, options_of(settings), chosen, is_whole
 
     kind = decision = None
-    if is_one and shape.queries == shape.keys:
+    if is_one:
         # one answer for calls of this kind, whatever their length
         is_gpu = (q.device.type if hardware is None else hardware.device_type) == "cuda"
-        sizes = rounded(Nk) if is_gpu else 0, rounded_length(length), extent_of(tensors[:4], longest)
+        lengths = rounded_shape(shape)[2:4] if is_gpu else None
+        sizes = lengths, shape.is_cut, rounded_length(length), extent_of(tensors[:4], longest)
         state = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-        kind = settings, pattern, is_backward, has_padding, host_ms, B, H, Hk, D, q.dtype, hardware or q.device, sizes, state
+        alike = settings._replace(query_offset=0)
+        kind = alike, pattern, is_backward, has_padding, host_ms, B, H, Hk, D, q.dtype, hardware or q.device, sizes, state
         decision = registry.cached.get(kind)
     if is_new := decision is None:
         decision = decide()
@@ -364,9 +366,7 @@ def runs_on_tiles(
         return True
     if not takes_own and (named or request.hardware.device_type != "cuda"):
         return False
-    if is_self:
-        # one answer for all lengths between two of four binary digits
-        shape = whole_shape(shape.num_heads, shape.num_kv_heads, rounded(shape.keys[1]), shape.is_causal)._replace(window=shape.window)
+    shape = rounded_shape(shape)
     passes = [replace(request, needs_grad=which, extent=0) for which in ((False, True) if both else (request.needs_grad,))]
     if not takes_own and any(registry.get(TILES).reasons_against(one) for one in passes):
         return False
@@ -387,8 +387,17 @@ def runs_on_tiles(
     return tiles_total <= library_total
 
 
+def rounded_shape(shape: Shape) -> Shape:
+    """Returns the shape by which decisions are made: of one document with lengths of four binary digits, so that there is one answer for
+    all lengths between two of them."""
+    if len(shape.documents) != 1:
+        return shape
+    last, count, num_keys = (rounded(x) for x in (shape.queries[1], shape.queries[1] - shape.queries[0], shape.keys[1]))
+    return shape._replace(queries=(last - count, last), keys=(0, num_keys), documents=((0, num_keys),))
+
+
 def rounded(num_positions: int) -> int:
-    """Returns the number of positions by which decisions are made: the next one of four binary digits."""
+    """Returns the next number of four binary digits."""
     step = 1 << max(0, num_positions.bit_length() - 4)
     return -(-num_positions // step) * step
 
