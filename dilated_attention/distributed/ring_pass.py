@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.backends.base import new_lse
+from dilated_attention.backends.base import Bias, new_lse
 from dilated_attention.backends.hardware import keep_for_graph
 from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_call, op_name, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
@@ -27,7 +27,7 @@ from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, new_like
-from dilated_attention.engine.ops.resolve import MaybeTensor, ResolvedCall, positions_as_places, record_of
+from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import pattern_from_spec
 
@@ -39,24 +39,26 @@ class ResolvedRing(ResolvedCall):
     def name(self) -> str:  # type: ignore[override]
         return op_name(self.settings)
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         ring = ring_call(self.settings)
-        members, bounds = members_named(ring.group_name), None if inputs[4] is None else bounds_of(inputs[4])
+        members, bounds = members_named(ring.group_name), None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
 
         def check_kernels(seq_len: int) -> str:
             """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
             if self.settings.branches is not None:
-                check_branches(self.settings, inputs[:3], seq_len, has_padding=inputs[3] is not None)
-            return RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs).setup.digest if self.settings.blocks else ""
+                check_branches(self.settings, inputs[:3], seq_len, has_padding=inputs.key_padding_mask is not None)
+            return (
+                RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).setup.digest if self.settings.blocks else ""
+            )
 
         seq_len, number = agreed_call(members, inputs, self.settings, ring, bounds, self.alive, check_kernels)
-        if inputs[0].shape[0]:
-            out, lse = RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs).forward()
+        if inputs.q.shape[0]:
+            out, lse = RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).forward()
         else:
-            out, lse = new_like(inputs[0]), new_lse(inputs[0])
+            out, lse = new_like(inputs.q), new_lse(inputs.q)
         return out, lse, torch.tensor((seq_len, number), dtype=torch.int64)
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
         (N, number), ring = whole.tolist(), ring_call(self.settings)
         members = members_named(ring.group_name)
@@ -65,14 +67,14 @@ class ResolvedRing(ResolvedCall):
             session.raise_if_failed()
             # for comparison with the other ranks
             session.enter(f"the backward of call {number}")
-        if not inputs[0].shape[0]:
+        if not inputs.q.shape[0]:
             return tuple(new_like(x) for x in inputs[:3])
-        bounds = None if inputs[4] is None else bounds_of(inputs[4])
-        return RingPass(self, members, ring._replace(seq_len=N), bounds, inputs, dout, out).backward(lse, dlse)
+        bounds = None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
+        return RingPass(self, members, ring._replace(seq_len=N), bounds, inputs, bias, dout, out).backward(lse, dlse)
 
 
 class RingPass:
-    """One pass on one rank. ``bounds``: of packed documents, or None; ``inputs``: see ``ResolvedCall``; ``of_backward``: dout and out."""
+    """One pass on one rank. ``bounds``: of packed documents, or None; ``of_backward``: dout and out."""
 
     def __init__(
         self,
@@ -80,12 +82,12 @@ class RingPass:
         members: Members,
         ring: RingCall,
         bounds: tuple[int, ...] | None,
-        inputs: tuple[Any, ...],
+        inputs: CallInputs,
+        bias: Bias | None,
         *of_backward: torch.Tensor,
     ) -> None:
-        self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs[1].shape[2]
-        self.padding, _, seed, _, self.bias = inputs[3:8]
-        self.bounds = bounds
+        self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs.k.shape[2]
+        self.padding, self.bias, self.bounds, seed = inputs.key_padding_mask, bias, bounds, inputs.seed
         tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
         place = (call.alive, members.rank, members.size, ring, bounds)
@@ -189,7 +191,7 @@ def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, setting
     return record_of(ResolvedRing, q, k, padding, settings)
 
 
-def _new_whole(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
+def _new_whole(inputs: CallInputs, settings: CallSettings) -> torch.Tensor:
     """Returns a tensor like the third output."""
     return torch.empty((2,), dtype=torch.int64, device="cpu")
 

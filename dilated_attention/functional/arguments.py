@@ -18,7 +18,7 @@ from dilated_attention.distributed.sharding.layout import Layout, layout_name
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.definition import block_sparse_attention_op, block_sparse_dilated_attention_op, dilated_attention_op
-from dilated_attention.engine.ops.resolve import find, remember, resolve
+from dilated_attention.engine.ops.resolve import CallInputs, find, remember, resolve
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
 from dilated_attention.engine.ops.transforms import is_eager
@@ -110,17 +110,18 @@ def attend(
         chosen = choose_blocks_op(
             q.detach(), k.detach(), padding, cu_seqlens, settings.blocks, settings.is_causal, settings.scale, settings.query_offset
         )
+    inputs = CallInputs(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
     if resolved is None:
         if op is None:
             block_op = block_sparse_attention_op if branches is None else block_sparse_dilated_attention_op
             op = dilated_attention_op if blocks is None else block_op
-        out, lse, _ = op(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks, *settings.arguments())
+        out, lse, _ = op(*inputs, *settings.arguments())
     else:
         if cu_seqlens is not None and op is None:
             resolved = resolved.with_documents(cu_seqlens, k.shape[1], saves=True)
         if resolves is not None:
-            return resolved, (q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
-        out, lse = resolved(q, k, v, padding, cu_seqlens, seed, chosen, coordinates, slopes, sinks)
+            return resolved, inputs
+        out, lse = resolved(inputs)
     if not given.get("return_lse"):
         return out
     return out, lse.detach() if settings.detached else lse

@@ -30,6 +30,7 @@ from torch.nn.modules import module as torch_module
 
 from dilated_attention.backends.hardware import has_triton
 from dilated_attention.engine.ops.prepare import without_autocast
+from dilated_attention.engine.ops.resolve import CallInputs
 from dilated_attention.engine.ops.transforms import dispatched_alike, each, is_eager, is_transformed
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
@@ -336,7 +337,7 @@ class _Block(torch.autograd.Function):
 
             rows = _rows(x)
             call, inputs = attend(linear(0, rows), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
-            outputs = call.run_forward(*inputs)
+            outputs = call.run_forward(inputs)
             rows = add(rows, linear(1, outputs[0].view(rows.shape)))
             out = add(rows.view(x.shape), linear(3, linear(2, rows)).view(x.shape))
         saved += inputs, outputs, *draws
@@ -351,7 +352,8 @@ class _Block(torch.autograd.Function):
         needs_x, needs = ctx.needs_input_grad[4], _grouped(ctx.needs_input_grad[5:], _COUNTS)
         # whether the gradient of each step's input is needed
         needed = list(itertools.accumulate(map(any, needs[:3]), operator.or_, initial=needs_x))
-        eager = is_eager([grad, inputs[0]]) and dispatched_alike(grad, inputs[0])
+        inputs = CallInputs(*inputs)
+        eager = is_eager([grad, inputs.q]) and dispatched_alike(grad, inputs.q)
         grads: list[Any] = [[None] * count for count in _COUNTS]
 
         def linear(i: int, dy: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,16 @@ from dilated_attention.backends.base import new_lse
 from dilated_attention.engine.branches.problems import Shape, problems_of
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, fuses, new_like, saved_elements
-from dilated_attention.engine.ops.resolve import INPUTS, MaybeTensor, ResolvedCall, ResolvedDilated, Tensors, gradient_of_out, resolve
+from dilated_attention.engine.ops.resolve import (
+    NUM_INPUTS,
+    CallInputs,
+    MaybeTensor,
+    ResolvedCall,
+    ResolvedDilated,
+    Tensors,
+    gradient_of_out,
+    resolve,
+)
 from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, ResolvedUnion, pieces_of, resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms
@@ -53,7 +62,7 @@ def define_attention(
     resolved_call: Callable[[torch.Tensor, torch.Tensor, MaybeTensor, CallSettings], ResolvedCall],
     alternative: str,
     *,
-    new_saved: Callable[[tuple[Any, ...], CallSettings], torch.Tensor] | None = None,
+    new_saved: Callable[[CallInputs, CallSettings], torch.Tensor] | None = None,
 ) -> Any:
     """Defines the op ``torch.ops.dilated_attention.<name>`` and its backward ``<name>_backward``, and returns the forward op.
 
@@ -64,15 +73,15 @@ def define_attention(
     """
 
     def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, _, key_padding_mask, *_ = inputs = arguments[: len(INPUTS)]
-        resolved = resolved_call(q, k, key_padding_mask, settings_of(*arguments[_SETTINGS_AT]))
-        out, lse, saved = resolved.run_forward(*inputs)
+        inputs = CallInputs(*arguments[:NUM_INPUTS])
+        resolved = resolved_call(inputs.q, inputs.k, inputs.key_padding_mask, settings_of(*arguments[_SETTINGS_AT]))
+        out, lse, saved = resolved.run_forward(inputs)
         return out, lse, out.new_empty(0) if saved is None else saved
 
     def backward(*arguments: Any) -> Tensors:
         dout, dlse, q, k, v, out, lse, saved, key_padding_mask, *others = arguments[:-_NUM_SETTINGS]
         resolved = resolved_call(q, k, key_padding_mask, settings_of(*arguments[_SETTINGS_AT]))
-        grads = resolved.run_backward(dout, dlse, (q, k, v, key_padding_mask, *others), (out, lse, saved))
+        grads = resolved.run_backward(dout, dlse, CallInputs(q, k, v, key_padding_mask, *others), (out, lse, saved))
         return tuple([q.new_empty(0) if x is None else x for x in grads])
 
     def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +91,7 @@ def define_attention(
                 f"torch.onnx.export is not supported: ONNX has no operation for dilated_attention::{name}; "
                 "use torch.export.export, or torch.compile (docs/limits.md)"
             )
-        q, inputs = arguments[0], arguments[: len(INPUTS)]
+        q, inputs = arguments[0], CallInputs(*arguments[:NUM_INPUTS])
         saved = q.new_empty(0) if new_saved is None else new_saved(inputs, settings_of(*arguments[_SETTINGS_AT]))
         return new_like(q), new_lse(q), saved
 
@@ -102,8 +111,8 @@ def define_attention(
 def _register_derivatives(name: str, forward: Any, backward: Any, alternative: str) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[: len(INPUTS)], *output)
-        ctx.settings = inputs[len(INPUTS) :]
+        ctx.save_for_backward(*inputs[:NUM_INPUTS], *output)
+        ctx.settings = inputs[NUM_INPUTS:]
         blocks = settings_of(*ctx.settings).blocks
         # a pattern that holds a function or a tensor can be looked up by name only while it is alive: keep it until after the backward
         ctx.pattern = pattern_from_spec(blocks) if blocks else None
@@ -111,7 +120,7 @@ def _register_derivatives(name: str, forward: Any, backward: Any, alternative: s
     def gradients(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor, *_: Any) -> tuple[MaybeTensor, ...]:
         # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
-        (q, k, v, *others, slopes, sinks), output = saved[: len(INPUTS)], saved[len(INPUTS) :]
+        (q, k, v, *others, slopes, sinks), output = saved[:NUM_INPUTS], saved[NUM_INPUTS:]
         dout = gradient_of_out(dout, q, output[0])
         dq, dk, dv, dslopes, dsinks = backward(dout, dlse, q, k, v, *output, *others, slopes, sinks, *ctx.settings)
         dslopes, dsinks = None if slopes is None else dslopes, None if sinks is None else dsinks
@@ -165,13 +174,13 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
     return Transformed
 
 
-def _new_saved(inputs: tuple[Any, ...], settings: CallSettings) -> torch.Tensor:
+def _new_saved(inputs: CallInputs, settings: CallSettings) -> torch.Tensor:
     """Returns a tensor like the third output, which only a forward that fuses its branches saves (``prepare.saved_elements``).
 
     Over packed documents, whose number is not known without values, nothing is saved.
     """
-    q, k, *_, cu_seqlens = inputs[:5]
-    may_save = cu_seqlens is None and settings.saves_outputs and fuses(detect(q.device), q.dtype)
+    q, k = inputs.q, inputs.k
+    may_save = inputs.cu_seqlens is None and settings.saves_outputs and fuses(detect(q.device), q.dtype)
     return q.new_empty(saved_elements(settings.pattern, q.shape, k.shape, q.element_size()) if may_save else 0)
 
 
@@ -208,12 +217,10 @@ def kept_pairs(lists: BlockLists, front: int = 0) -> int:
     return total
 
 
-def _block_pairs(tensors: dict[str, Any], settings: CallSettings) -> int:
+def _block_pairs(inputs: CallInputs, settings: CallSettings) -> int:
     """Counts the pairs of the whole batch, or estimates them for chosen blocks that have no values."""
-    q, k = tensors["q"], tensors["k"]
-    cu_seqlens, kept = (
-        None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (tensors["cu_seqlens"], tensors["kept"])
-    )
+    q, k = inputs.q, inputs.k
+    cu_seqlens, kept = (None if x is None or isinstance(x, FakeTensor) or x.is_meta else x for x in (inputs.cu_seqlens, inputs.kept))
     pattern = pattern_from_spec(settings.blocks)
     (B, Nq, H), Nk = q.shape[:3], k.shape[1]
     if pattern.is_chosen and kept is None:
@@ -230,14 +237,14 @@ def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:
     """Returns the formula of ops that take ``per_pair`` · D operations for a pair."""
 
     def flops(*arguments: Any, **_: Any) -> int:
-        inputs = arguments[: len(INPUTS)]
+        inputs = CallInputs(*arguments[:NUM_INPUTS])
         if is_backward:
-            inputs = *arguments[_BACKWARD_QKV_AT], *arguments[_BACKWARD_OPTIONAL_AT]
-        tensors, settings = dict(zip(INPUTS, inputs, strict=True)), settings_of(*arguments[_SETTINGS_AT])
-        q, k = tensors["q"], tensors["k"]
+            inputs = CallInputs(*arguments[_BACKWARD_QKV_AT], *arguments[_BACKWARD_OPTIONAL_AT])
+        settings = settings_of(*arguments[_SETTINGS_AT])
+        q, k = inputs.q, inputs.k
         if not q.numel():
             return 0
-        pairs = _block_pairs(tensors, settings) if settings.blocks else 0
+        pairs = _block_pairs(inputs, settings) if settings.blocks else 0
         if settings.branches is not None:
             first, all_keys = settings.query_offset, (0, k.shape[1])
             shape = Shape(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -30,9 +30,6 @@ from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
 MaybeTensor = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
-# the tensors of a call. seed: of dropout; kept: the blocks that a content-chosen pattern has chosen; coordinates (B, Nk, 2), None
-# for positions, and slopes (H,): of a bias; sinks: of the heads (H,)
-INPUTS = ("q", "k", "v", "key_padding_mask", "cu_seqlens", "seed", "kept", "coordinates", "slopes", "sinks")
 _OUTER = ("dout", "dlse", "out", "lse", "saved")
 # the largest number of sets of shapes and strides that are remembered for one kind of call
 MOST_PASSES = 256
@@ -41,13 +38,38 @@ _MOST_PACKED = 4
 Self = TypeVar("Self", bound="ResolvedCall")
 
 
+class CallInputs(NamedTuple):
+    """The tensors of a call, in the order of the ops' arguments.
+
+    Args:
+        seed: of dropout.
+        kept: the blocks that a content-chosen pattern has chosen.
+        coordinates, slopes: of a bias: (B, Nk, 2), None for positions; (H,).
+        sinks: of the heads (H,).
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    key_padding_mask: MaybeTensor
+    cu_seqlens: MaybeTensor
+    seed: MaybeTensor
+    kept: MaybeTensor
+    coordinates: MaybeTensor
+    slopes: MaybeTensor
+    sinks: MaybeTensor
+
+
+NUM_INPUTS = len(CallInputs._fields)
+
+
 @dataclass(frozen=True, eq=False)
 class ResolvedCall(ABC):
     """Computes calls of one kind: the implementation of an attention op, which calls outside the dispatcher run directly.
 
-    ``inputs`` are the tensors named ``INPUTS``; ``outputs`` are out, lse, and a tensor or None that the backward needs in addition. The
-    sinks join the result in ``run_forward``, so that ``forward`` and ``backward``, which the subclasses define, get the other inputs only,
-    with one ``Bias``, or None, in place of its two tensors.
+    ``outputs`` are out, lse, and a tensor or None that the backward needs in addition. ``run_forward`` and ``run_backward`` make the
+    ``bias`` of its two tensors, and the sinks join the result there: ``forward`` and ``backward``, which the subclasses define, read
+    neither.
 
     Args:
         device_type: device type of all tensors.
@@ -69,7 +91,7 @@ class ResolvedCall(ABC):
     alive: Any = None
 
     @abstractmethod
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """Returns the outputs. out (B, Nq, H, D) and lse (B, H, Nq) are contiguous. In one process there is at least one query, and the
         record knows the documents.
 
@@ -79,24 +101,24 @@ class ResolvedCall(ABC):
         """
 
     @abstractmethod
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
 
-    def run_forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def run_forward(self, inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """``forward`` and the sinks, without autocast, and with an explanation if memory runs out."""
-        q, k, cu_seqlens, slopes, is_local = inputs[0], inputs[1], inputs[4], inputs[8], not self.settings.sharding
-        call = self.with_documents(cu_seqlens, k.shape[1]) if cu_seqlens is not None and is_local else self
+        q, is_local = inputs.q, not self.settings.sharding
+        call = self.with_documents(inputs.cu_seqlens, inputs.k.shape[1]) if is_local else self
         if is_local and not q.numel():
             out, lse, saved = new_like(q), new_lse(q).fill_(-torch.inf), None
         else:
-            bias = None if slopes is None else bias_of(inputs, self.settings.query_offset)
-            out, lse, saved = call._run(call.forward, (*inputs[:7], bias), inputs)
-        if inputs[-1] is not None:
-            add_sinks_(out, lse, inputs[-1])
+            bias = bias_of(inputs, self.settings.query_offset)
+            out, lse, saved = call._run(call.forward, (inputs, bias), inputs)
+        if inputs.sinks is not None:
+            add_sinks_(out, lse, inputs.sinks)
         return out, lse, saved
 
     def run_backward(
-        self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...], *, of_slopes: bool = True,
+        self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...], *, of_slopes: bool = True,
         of_sinks: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
         """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dslopes or None, dsinks or None).
@@ -104,17 +126,17 @@ class ResolvedCall(ABC):
         Args:
             of_slopes, of_sinks: whether their gradients are needed, where there are any.
         """
-        q, k, cu_seqlens, slopes, sinks, is_local = inputs[0], inputs[1], inputs[4], *inputs[-2:], not self.settings.sharding
-        call = self.with_documents(cu_seqlens, k.shape[1]) if cu_seqlens is not None and is_local else self
-        bias = None if slopes is None else bias_of(inputs, self.settings.query_offset, of_slopes)
-        if is_local and not q.numel():
+        sinks, is_local = inputs.sinks, not self.settings.sharding
+        call = self.with_documents(inputs.cu_seqlens, inputs.k.shape[1]) if is_local else self
+        bias = bias_of(inputs, self.settings.query_offset, of_slopes)
+        if is_local and not inputs.q.numel():
             grads = tuple([new_like(x).zero_() for x in inputs[:3]])
         else:
-            grads = call._run(call.backward, (dout, dlse, (*inputs[:7], bias), outputs), inputs, (dout, dlse, *outputs))
-        of_bias = None if bias is None or bias.gradient is None else bias.gradient.to(slopes.dtype)
+            grads = call._run(call.backward, (dout, dlse, inputs, bias, outputs), inputs, (dout, dlse, *outputs))
+        of_bias = None if bias is None or bias.gradient is None else bias.gradient.to(inputs.slopes.dtype)  # type: ignore[union-attr]
         return *grads, of_bias, sinks_gradient(dout, dlse, outputs[0], outputs[1], sinks) if sinks is not None and of_sinks else None
 
-    def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], inputs: tuple[Any, ...], outer: tuple[Any, ...] = ()) -> Any:
+    def _run(self, compute: Callable[..., Any], given: tuple[Any, ...], inputs: CallInputs, outer: tuple[Any, ...] = ()) -> Any:
         """Returns ``compute(*given)``. ``outer``: dout, dlse and the outputs of a backward."""
         if torch.is_autocast_enabled(self.device_type):
             # it stays on inside an op, and would round a backend's float32 arithmetic to half precision
@@ -123,20 +145,20 @@ class ResolvedCall(ABC):
         try:
             return compute(*given)
         except RuntimeError as error:
-            x = dict(zip(INPUTS, inputs, strict=True)) | self.settings._asdict() | dict(zip(_OUTER, outer, strict=False))
+            x = inputs._asdict() | self.settings._asdict() | dict(zip(_OUTER, outer, strict=False))
             explain_shortage(error, f"{'backward' if outer else 'forward'} of {self.name}", x)
             raise
 
-    def backward_op(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+    def backward_op(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...]) -> Any:
         """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
         op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
         saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
         *grads, dslopes, dsinks = op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
-        return *grads, None if inputs[-2] is None else dslopes, None if inputs[-1] is None else dsinks
+        return *grads, None if inputs.slopes is None else dslopes, None if inputs.sinks is None else dsinks
 
-    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (out, lse), recorded by autograd if gradients are needed."""
-        out, lse = _record(self, *inputs) if self.settings.needs_grad else self.run_forward(*inputs)[:2]
+        out, lse = _record(self, *inputs) if self.settings.needs_grad else self.run_forward(inputs)[:2]
         return out, lse
 
     def with_documents(self: Self, cu_seqlens: MaybeTensor, num_keys: int, *, saves: bool = False) -> Self:
@@ -162,7 +184,7 @@ class DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ResolvedCall, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        outputs = call.run_forward(*inputs)
+        outputs = call.run_forward(CallInputs(*inputs))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *outputs)
         ctx.call = call
@@ -172,18 +194,18 @@ class DirectAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> tuple[MaybeTensor, ...]:  # type: ignore[override]
         # read only once, since a checkpoint unpacks saved tensors only once
         saved = ctx.saved_tensors
-        inputs, outputs = saved[: len(INPUTS)], saved[len(INPUTS) :]
-        dout = gradient_of_out(dout, inputs[0], outputs[0])
+        inputs, outputs = CallInputs(*saved[:NUM_INPUTS]), saved[NUM_INPUTS:]
+        dout = gradient_of_out(dout, inputs.q, outputs[0])
         # with create_graph=True the op runs, since it refuses to be differentiated; it also handles batched gradients (vmap)
         eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
-        eager = eager and dispatched_alike(dout, inputs[0]) and dispatched_alike(dlse, inputs[0])
+        eager = eager and dispatched_alike(dout, inputs.q) and dispatched_alike(dlse, inputs.q)
         if eager:
             # frozen sinks, as of a model that is tuned by adapters
             _, _, of_slopes, of_sinks = ctx.needs_input_grad[-4:]
             grads = ctx.call.run_backward(dout, dlse, inputs, outputs, of_slopes=of_slopes, of_sinks=of_sinks)
         else:
             grads = ctx.call.backward_op(dout, dlse, inputs, outputs)
-        return None, *grads[:3], *(None,) * (len(INPUTS) - 5), *grads[3:]
+        return None, *grads[:3], *(None,) * (NUM_INPUTS - 5), *grads[3:]
 
 
 # not DirectAttention.apply, which checks for transforms and their wrapped tensors again: is_eager has already done so
@@ -209,7 +231,7 @@ class LocalCall(ResolvedCall):
         """Returns how a pass runs on tensors like earlier ones, or None."""
         return self.passes.get(key)
 
-    def ready(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Tensors, Any]:
+    def tensors_and_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Tensors, Any]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
 
         Args:
@@ -243,17 +265,17 @@ class ResolvedDilated(LocalCall):
 
     name = "dilated_attention"
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
-        q, k, v, padding, _, seed, _, bias = inputs
-        (q, k, v), plan = self.ready((q, k, v), padding, seed, self.documents is None or self.saves_documents)
+        q, k, v, padding, _, seed, *_ = inputs
+        (q, k, v), plan = self.tensors_and_pass((q, k, v), padding, seed, self.documents is None or self.saves_documents)
         saved = q.new_empty(plan.saved) if plan.saved else None
         return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), saved), saved
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, _, bias), (out, lse, saved) = inputs, outputs
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+        (q, k, v, padding, _, seed, *_), (out, lse, saved) = inputs, outputs
         saved = None if saved is None or not saved.numel() else saved
-        (q, k, v, dout, out), plan = self.ready((q, k, v, dout, out), padding, seed, saved is not None)
+        (q, k, v, dout, out), plan = self.tensors_and_pass((q, k, v, dout, out), padding, seed, saved is not None)
         tensors = dout, q, k, v, out, lse
         return plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, saved)  # type: ignore[no-any-return]
 
@@ -272,9 +294,9 @@ def masks_of(padding: MaybeTensor, seed: MaybeTensor, bias: Bias | None = None) 
     return Masks(padding, 0 if seed is None else int(seed.item()), bias)
 
 
-def bias_of(inputs: tuple[Any, ...], query_offset: int, with_gradient: bool = False) -> Bias | None:
-    """Returns the bias of a call, or None, from the ``INPUTS``; ``with_gradient``: with zeros for that of the slopes."""
-    (q, k), (coordinates, slopes) = inputs[:2], inputs[7:9]
+def bias_of(inputs: CallInputs, query_offset: int, with_gradient: bool = False) -> Bias | None:
+    """Returns the bias of a call, or None; ``with_gradient``: with zeros for that of the slopes."""
+    q, k, coordinates, slopes = inputs.q, inputs.k, inputs.coordinates, inputs.slopes
     if slopes is None:
         return None
     acc = accumulation_dtype(q.dtype)

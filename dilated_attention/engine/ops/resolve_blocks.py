@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import AttentionRequest, Dropout
-from dilated_attention.backends.base import Backend, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
+from dilated_attention.backends.base import Backend, Bias, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept
 from dilated_attention.engine.branches.launches import problems_at_once, without_padding
@@ -30,7 +30,7 @@ from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.prepare import new_like, options_of, select_backend
-from dilated_attention.engine.ops.resolve import LocalCall, MaybeTensor, ResolvedDilated, Tensors, masks_of, record_of
+from dilated_attention.engine.ops.resolve import CallInputs, LocalCall, MaybeTensor, ResolvedDilated, Tensors, masks_of, record_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -258,14 +258,14 @@ class ResolvedBlocks(LocalCall):
 
     name = "block_sparse_attention"
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
-        q, k, v, padding, _, seed, kept, bias = inputs
-        (q, k, v), pieces = self.ready((q, k, v), padding, seed, (kept, bias))
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+        q, k, v, padding, _, seed, kept, *_ = inputs
+        (q, k, v), pieces = self.tensors_and_pass((q, k, v), padding, seed, (kept, bias))
         return *blocks_forward(pieces, q, k, v, padding), None
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), pieces = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+        (q, k, v, padding, _, seed, kept, *_), (out, lse, _) = inputs, outputs
+        (q, k, v, dout, out), pieces = self.tensors_and_pass((q, k, v, dout, out), padding, seed, (kept, bias))
         grads = blocks_shares(pieces, (dout, q, k, v, out, lse), padding, dlse)
         return tuple([as_new(grad.to(x.dtype)) for grad, x in zip(grads, (q, k, v), strict=True)])
 
@@ -314,21 +314,21 @@ class ResolvedUnion(LocalCall):
         """Returns the plan of the branches and the pieces of the block pattern. Nothing is kept here: each record keeps its own."""
         dilated, blocks = self.both
         # False: no outputs of branches are saved
-        _, plan = dilated.ready(tensors, padding, seed, False)
-        _, pieces = blocks.ready(tensors, padding, seed, more)
+        _, plan = dilated.tensors_and_pass(tensors, padding, seed, False)
+        _, pieces = blocks.tensors_and_pass(tensors, padding, seed, more)
         return (plan, pieces), None
 
-    def forward(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
-        q, k, v, padding, _, seed, kept, bias = inputs
-        (q, k, v), (plan, pieces) = self.ready((q, k, v), padding, seed, (kept, bias))
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+        q, k, v, padding, _, seed, kept, *_ = inputs
+        (q, k, v), (plan, pieces) = self.tensors_and_pass((q, k, v), padding, seed, (kept, bias))
         out_of_blocks, lse_of_blocks = blocks_forward(pieces, q, k, v, padding)
         out, lse = plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), None)
         merge_onto(out, lse.transpose(1, 2), out_of_blocks, lse_of_blocks.transpose(1, 2))
         return out, lse, None
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept, bias), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), (plan, pieces) = self.ready((q, k, v, dout, out), padding, seed, (kept, bias))
+    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+        (q, k, v, padding, _, seed, kept, *_), (out, lse, _) = inputs, outputs
+        (q, k, v, dout, out), (plan, pieces) = self.tensors_and_pass((q, k, v, dout, out), padding, seed, (kept, bias))
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
         of_branches = plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, None)
         of_blocks = blocks_shares(pieces, tensors, padding, dlse)
