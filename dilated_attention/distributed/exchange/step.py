@@ -133,14 +133,14 @@ def make_step(
         if peer != rank:
             send[peer] = [moved(some, stacked[run] - shard[run][0]) for run, some in needed(peer).rows(shard)]
             place[peer] = [moved(some, -span[0]) for _, some in wanted.rows(held)]
-    own_lines = numbers_of(range(at * each, (at + count) * each) for _, at, count in own)
-    sent, arrives = (numbers_of(itertools.chain(*by_peer)) for by_peer in (send, place))
-    lines, arrived = len(own_lines), len(arrives)
-    filled = np.full(rows * each, lines + arrived)
-    filled[own_lines], filled[arrives] = np.arange(lines), np.arange(lines, lines + arrived)
-    to_send, to_place, sources, own_places = on_device([sent, arrives, filled, own_lines], device)
-    to_peers, from_peers = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
-    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(to_peers, to_send), RowIndex(from_peers, to_place))
+    send_counts, place_counts = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
+    sent, arrives = on_device([numbers_of(itertools.chain(*by_peer)) for by_peer in (send, place)], device)
+    own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives[:0]])
+    lines, arrived = len(own_places), len(arrives)
+    numbers = torch.arange(lines + arrived, device=device)
+    sources = torch.full((rows * each,), lines + arrived, device=device)
+    sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives, numbers[lines:])
+    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(send_counts, sent), RowIndex(place_counts, arrives))
     return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
 
 
