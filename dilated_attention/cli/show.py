@@ -15,7 +15,6 @@ from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, DilatedPattern, Pattern
 from dilated_attention.pattern.base import cell_pairs, cell_size, cell_sizes, draw
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.pattern.dilated import distinct_pairs
 
 # approximate number of pixels per side of a picture's panel
 _PIXELS = 256
@@ -82,8 +81,8 @@ def _pattern(args: argparse.Namespace) -> int:
 
 
 def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> dict[str, Any]:
-    """Returns the figures of a pattern that ``show`` prints. Pairs are counted over all heads; ``density`` and ``coverage`` are relative to
-    dense attention with the same causality; ``keys_per_query`` is the mean over heads and queries."""
+    """Returns the figures of a pattern that ``show`` prints. Pairs are counted over all heads; ``density`` is relative to dense
+    attention with the same causality; ``keys_per_query`` is the mean over heads and queries."""
     pairs = pattern.pairs(num_positions, num_heads, is_causal=is_causal)
     rows = num_positions * num_heads
     dense = num_heads * (num_positions * (num_positions + 1) // 2 if is_causal else num_positions**2)
@@ -92,15 +91,11 @@ def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_head
         "dense_pairs": dense, "density": pairs / dense, "keys_per_query": pairs / rows,
     }  # fmt: skip
     if isinstance(pattern, DilatedPattern):
-        distinct, several = distinct_pairs(pattern, num_positions, num_heads, is_causal=is_causal)
         branch_pairs = pattern.branch_pairs(num_positions, num_heads, is_causal=is_causal)
-        told |= {
-            "distinct_pairs": distinct, "coverage": distinct / dense, "pairs_of_several_branches": several,
-            "branches": [
-                {"segment_length": w, "dilation_rate": r, "pairs": n, "keys_per_query": n / rows}
-                for (w, r), n in zip(pattern.branches, branch_pairs, strict=True)
-            ],
-        }  # fmt: skip
+        told["branches"] = [
+            {"segment_length": w, "dilation_rate": r, "pairs": n, "keys_per_query": n / rows}
+            for (w, r), n in zip(pattern.branches, branch_pairs, strict=True)
+        ]
     return told
 
 
@@ -111,10 +106,8 @@ def _text(told: dict[str, Any]) -> str:
         "{positions:,} positions, {called}: {pairs:,} pairs, {density:.3%} of the {dense_pairs:,} of {dense} attention; "
         "{keys_per_query:,.1f} keys per query and head".format(called=heads, dense="causal" if told["causal"] else "dense", **told),
     ]
-    if "branches" in told:
-        both = "{distinct_pairs:,} different pairs ({coverage:.3%}), of which {pairs_of_several_branches:,} are reached by several branches"
-        branch = "  segments of {segment_length:,}, rate {dilation_rate}: {pairs:,} pairs, {keys_per_query:,.1f} keys per query and head"
-        lines += [both.format(**told), *(branch.format(**row) for row in told["branches"])]
+    branch = "  segments of {segment_length:,}, rate {dilation_rate}: {pairs:,} pairs, {keys_per_query:,.1f} keys per query and head"
+    lines += [branch.format(**row) for row in told.get("branches", ())]
     return "\n".join([*lines, *([f"picture written to {told['image']}"] if "image" in told else [])])
 
 

@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Any, Literal
 
 import torch
@@ -29,8 +28,6 @@ from dilated_attention.pattern.checks import (
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
 # the offset of a head that does not run a branch
 NOT_IN_BRANCH = -1
-# the most positions and pairs of segments that ``distinct_pairs`` examines; this many take minutes
-_MOST_STEPS = 2**32
 
 
 @dataclass(frozen=True)
@@ -213,11 +210,6 @@ class DilatedPattern(Pattern):
         """Returns the mean number of keys, with multiplicity, over all heads and queries: ``pairs / (H·N)``."""
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / max(num_heads * num_positions, 1)
 
-    def coverage(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> float:
-        """Returns the fraction of the N² pairs that occur at least once, averaged over heads. It is exact for any N, without an N² mask."""
-        distinct, _ = distinct_pairs(self, num_positions, num_heads, is_causal=is_causal)
-        return distinct / max(num_heads * num_positions**2, 1)
-
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
         """Returns what ``cell_pairs`` (``pattern/base.py``) does, without a mask, for long sequences."""
         cells, positions = -(-num_positions // cell), torch.arange(num_positions)
@@ -244,48 +236,6 @@ class DilatedPattern(Pattern):
 def taken(length: int, rate: int, offset: int) -> int:
     """Returns how many of ``length`` positions have index ≡ offset (mod rate): ceil((length − offset) / rate), at least 0."""
     return max(0, -(-(length - offset) // rate))
-
-
-def distinct_pairs(pattern: DilatedPattern, num_positions: int, num_heads: int, *, is_causal: bool = False) -> tuple[int, int]:
-    """Returns how many (head, query, key) triples have multiplicity ≥ 1, and how many ≥ 2.
-
-    Positions that a head takes in the same segments of the same branches form a *class*: they see the same keys, so classes are compared
-    and not positions."""
-    check_bool("is_causal", is_causal)
-    positions = as_int("num_positions", num_positions, minimum=0)
-    # how many heads have the same offsets in all branches
-    equal_heads = Counter(zip(*pattern.offsets(num_heads), strict=True))
-    # where segments of all branches end together, the pattern repeats, and no pair crosses that boundary
-    repeats, rest = divmod(positions, period := lcm(*pattern.segment_lengths))
-    if positions > period:
-        of_period, of_rest = (distinct_pairs(pattern, n, num_heads, is_causal=is_causal) for n in (period, rest))
-        return repeats * of_period[0] + of_rest[0], repeats * of_period[1] + of_rest[1]
-    segments = sum(-(-positions // length) for length in pattern.segment_lengths)
-    if len(equal_heads) * (positions + segments**2) > _MOST_STEPS:
-        raise ValueError(
-            f"num_positions is {positions:,}, with {segments:,} segments of {len(equal_heads):,} different heads; every two are compared, "
-            f"expected at most 2**{_MOST_STEPS.bit_length() - 1} pairs of them: ask for a shorter sequence, longer segments or fewer heads"
-        )
-    counts = [0, 0]
-    indices = torch.arange(positions)
-    for offsets, num_equal_heads in equal_heads.items():
-        branches = zip(pattern.branches, offsets, strict=True)
-        # each position's segment in each branch, −1 where it is not taken
-        segments_of = [torch.where(indices % length % rate == offset, indices // length, -1) for (length, rate), offset in branches]
-        # each position's class, branch by branch: torch.unique of whole columns takes 20 times as long
-        class_of = torch.zeros_like(indices)
-        for segment in segments_of:
-            _, class_of = torch.unique(class_of * (positions + 1) + segment + 1, return_inverse=True)
-        sizes = class_of.bincount()
-        classes = torch.empty(len(segments_of), len(sizes), dtype=torch.int64)
-        classes[:, class_of] = torch.stack(segments_of)
-        for own, size in zip(classes.T[:, :, None] if positions else (), sizes.tolist(), strict=True):
-            multiplicities = ((own == classes) & (own >= 0)).sum(0)
-            for i in range(2):
-                # if causal, a pair is counted in both orders and a position with itself is added once more; the sums are halved below
-                itself = is_causal and int((own >= 0).sum()) > i
-                counts[i] += num_equal_heads * size * (int(sizes[multiplicities > i].sum()) + itself)
-    return counts[0] // (1 + is_causal), counts[1] // (1 + is_causal)
 
 
 def geometric_branches(length: int, first: int = 2048, growth: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
