@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM, sharded_cross_entropy
 from dilated_attention.models.blocks import DropPath
-from dilated_attention.models.summary import training_bytes
 from dilated_attention.pattern import LocalWindow, MaskFunction
 from dilated_attention.pattern.blocks.base import OBJECT
 
@@ -261,13 +260,3 @@ def test_checkpointed_and_compiled_stacks_have_the_same_gradients() -> None:
         grads.append([parameter.grad for parameter in lm.parameters()])
     torch.testing.assert_close(grads[1], grads[0])
     assert all(grad is not None for grad in grads[2])
-
-
-def test_branches_outputs_that_training_saves_are_counted() -> None:
-    """Of the detached mixture, in the inputs' 2 bytes: E / r for each branch and layer, or those of one layer at the peak."""
-    detached, exact = (
-        LongNetConfig(**SHAPE, segment_lengths=(16, 64), dilation_rates=(1, 4), mixture_grad=x) for x in ("detached", "exact")
-    )
-    for is_less, layers in ((False, detached.num_layers), (True, 1)):
-        more = [training_bytes(config, 2, checkpoint_activations=is_less) for config in (detached, exact)]
-        assert more[0] - more[1] == layers * 2 * detached.embed_dim * 5 // 4

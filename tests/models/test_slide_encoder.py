@@ -98,13 +98,6 @@ def test_slides_of_unequal_length_in_one_batch_equal_one_by_one(global_pool: boo
         assert model(**batch).isfinite().all()
 
 
-def test_dropout_and_drop_path_act_in_training_only() -> None:
-    model, batch = model_of(tiny(dropout=0.3, drop_path=0.5)), [x[None] for x in slide(30, 0)]
-    assert not torch.equal(model(*batch), model(*batch))
-    model.eval()
-    assert torch.equal(model(*batch), model(*batch))
-
-
 @pytest.mark.parametrize(
     ("global_pool", "changes"),
     [

@@ -10,26 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from dilated_attention import (
-    BlockSparseDilatedAttention,
-    MultiheadBlockSparseAttention,
-    MultiheadBlockSparseDilatedAttention,
-    block_sparse_attention,
-    block_sparse_dilated_attention,
-    create_attention,
-)
+from dilated_attention import BlockSparseDilatedAttention, create_attention
 from dilated_attention.pattern import BlockPattern, BlockTensor, GlobalLocal, Sparsity, TopBlocks
 
 PATTERN = GlobalLocal(20, 3, block_size=64)
-DOCUMENTS = torch.tensor([0, 30, 30, 90], dtype=torch.int32)
-CALLS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "padding": {"key_padding_mask": torch.arange(90)[None] % 5 == 0},
-    "documents": {"cu_seqlens": DOCUMENTS, "is_causal": True},
-    "offset": {"query_offset": 70, "is_causal": True},
-}
-
 
 # --- settings ----------------------------------------------------------------------------------------------------------------------------
 
@@ -71,22 +55,3 @@ def test_copies_and_pickles_compute_the_same_on_parameters_of_their_own(pattern:
             parameter.data.add_(1.0)
     assert torch.equal(layer(*inputs)[0], expected[0])
     assert "block" not in kind or repr(pattern) in repr(layer)
-
-
-# --- with projections ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_layer_attends_by_its_pattern(call: str) -> None:
-    """Its projections are those of the dilated layer: test_modules.py."""
-    torch.manual_seed(0)
-    layer = MultiheadBlockSparseAttention(16, 4, PATTERN, num_kv_heads=2, scale=0.4, dtype=torch.float64)
-    memory = torch.randn(1, 90, 16, dtype=torch.float64)
-    query = memory[:, 70:] if call == "offset" else memory
-    q, k, v = layer.project(query, memory, memory)
-    expected = layer.combine(block_sparse_attention(q, k, v, PATTERN, scale=0.4, **CALLS[call]))
-    assert torch.equal(layer(query, memory, **CALLS[call])[0], expected)
-    both = MultiheadBlockSparseDilatedAttention(16, 4, [16, 64], [1, 3], PATTERN, num_kv_heads=2, tail="zero_keys", dtype=torch.float64)
-    both.load_state_dict(layer.state_dict())
-    expected = both.combine(block_sparse_dilated_attention(q, k, v, [16, 64], [1, 3], PATTERN, tail="zero_keys", **CALLS[call]))
-    assert torch.equal(both(query, memory, **CALLS[call])[0], expected)
