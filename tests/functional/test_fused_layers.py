@@ -137,8 +137,9 @@ def gradients(model: nn.Module, x: torch.Tensor, forced: bool = True) -> list[to
     x = x.detach().clone().requires_grad_()
     with plain_layers(forced=forced):
         y = model(x)
-        dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y)
-        grads = torch.autograd.grad(y, [x, *model.parameters()], dy, allow_unused=True)
+        dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y).to(y)
+        leaves = [leaf for leaf in (x, *model.parameters()) if leaf.requires_grad]
+        grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
     return [y.detach(), *(grad for grad in grads if grad is not None)]
 
 
@@ -367,17 +368,8 @@ def test_a_block_sees_at_its_next_call_what_was_changed(change: str) -> None:
     """What is no plain layer is called; nothing that a call has looked up stands for the next one."""
     torch.manual_seed(0)
     block, x = LongNetEncoder(config()).to(DEVICE).blocks[0], torch.randn(1, 40, 32, device=DEVICE)
-
-    def run(forced: bool) -> list[torch.Tensor]:
-        leaf = x.to(block.ffn_norm.weight.dtype).requires_grad_()
-        with plain_layers(forced=forced):
-            y = block(leaf)
-        leaves = [leaf, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
-        dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y).to(y)
-        return [y.detach(), *(grad for grad in torch.autograd.grad(y, leaves, dy, allow_unused=True) if grad is not None)]
-
-    before = run(True)
+    before = gradients(block, x)
     CHANGES[change](block)
-    found = run(True)
-    assert error(found, run(False)) < 1e-4
+    found, expected = (gradients(block, x.to(block.ffn_norm.weight.dtype), forced) for forced in (True, False))
+    assert error(found, expected) < 1e-4
     assert len(found) != len(before) or change == "float64" or any(error([a], [b]) > 1e-3 for a, b in zip(found, before, strict=True))

@@ -48,6 +48,7 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     results,
     seeded,
     tokens,
+    weights_of,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -139,7 +140,7 @@ def test_one_process(family: str, name: str, variant: str) -> None:
         expected = results(on(model, "literal"), given, given.get("attention_mask"))
         assert error(results(on(model, name), given, given.get("attention_mask")), expected) <= TOLERANCE
         return
-    weights = torch.randn(1, N, model.config.vocab_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights = weights_of(1, N, model.config.vocab_size)
     # the documents one by one
     on(model, "literal")
     parts = [results(model, {"input_ids": given["input_ids"][:, a:b]}, weights=weights[:, a:b]) for a, b in itertools.pairwise(BOUNDS)]
@@ -173,8 +174,7 @@ def test_the_loss_and_activation_checkpointing(family: str) -> None:
 
 def shared_call(vocab_size: int) -> tuple[dict[str, Any], torch.Tensor]:
     """Inputs of 49 positions and the weights of their logits in the sum that is derived."""
-    weights = torch.randn(2, 49, vocab_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return {"input_ids": tokens(2, 49), "attention_mask": padded("right", 49)}, weights
+    return {"input_ids": tokens(2, 49), "attention_mask": padded("right", 49)}, weights_of(2, 49, vocab_size)
 
 
 SETTINGS = {"dense": DENSE, "dilated": {"segment_lengths": LENGTHS, "dilation_rates": RATES}}

@@ -212,13 +212,17 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor,
     return ((q @ k.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
+def weights_of(*shape: int) -> torch.Tensor:
+    """Of logits in the sum that is derived."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
 def results(
     model: Any, given: dict[str, Any], real: torch.Tensor | None = None, weights: torch.Tensor | None = None, call: Any = None
 ) -> dict[str, torch.Tensor]:
     """Logits of real positions, and the gradients of a weighted sum of them by the parameters' names."""
     logits = (model if call is None else call)(**given).logits
-    if weights is None:
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=logits.dtype)
+    weights = weights_of(*logits.shape) if weights is None else weights
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     loss = (logits * weights if real is None else logits * weights * real[..., None]).sum()
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -901,19 +905,14 @@ TOLD: dict[str, dict[str, Any]] = {
 }
 
 
-def documents_on_a_ring(rank: int, world: int, name: str, layout: str) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def documents_on_a_ring(rank: int, world: int, name: str, layout: str) -> dict[str, dict[str, torch.Tensor]]:
     register(segment_lengths=LENGTHS, dilation_rates=RATES, layout=layout)
-    results = {}
+    mine, found = positions_of(49, rank, world, layout, None), {}
     for kind, told in TOLD.items():
-        model = on(llama(), name)
+        weights = weights_of(1, 49, VOCABULARY) * told.get("attention_mask", torch.ones(1, 49))[..., None]
         shard = shard_inputs({"input_ids": tokens(1, 49), **told}, layout=layout)
-        mine = positions_of(49, rank, world, layout, None)
-        logits = model(**shard).logits
-        weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        real = told.get("attention_mask", torch.ones(1, 49))
-        (logits * (weights * real[..., None])[:, mine]).sum().backward()
-        results[kind] = logits.detach(), {name: p.grad for name, p in model.named_parameters()}
-    return results
+        found[kind] = results(on(llama(), name), shard, weights=weights[:, mine])
+    return found
 
 
 @pytest.mark.distributed
@@ -923,19 +922,17 @@ def documents_on_a_ring(rank: int, world: int, name: str, layout: str) -> dict[s
 )
 def test_processes_share_documents_told_in_any_way(world: int, name: str, layout: str) -> None:
     """Logits of tokens and all gradients are those of the documents one by one, to the float32 of rotary angles."""
-    results = [documents_on_a_ring(0, 1, name, layout)] if world == 1 else pool_of(world).run(documents_on_a_ring, name, layout)
-    weights = torch.randn(1, 49, VOCABULARY, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    found = [documents_on_a_ring(0, 1, name, layout)] if world == 1 else pool_of(world).run(documents_on_a_ring, name, layout)
+    model, ids, weights = on(llama(), "dilated" if name == "ring_dilated" else "sdpa"), tokens(1, 49), weights_of(1, 49, VOCABULARY)
     for kind in TOLD:
-        model = on(llama(), "dilated" if name == "ring_dilated" else "sdpa")
-        whole = torch.empty(1, 49, VOCABULARY, dtype=torch.float64)
-        for rank, result in enumerate(results):
-            whole[:, positions_of(49, rank, world, layout, None)] = result[kind][0]
-        total = 0.0
-        for begin, end in ((3, 16), (19, 43)) if kind == "padding" else ((0, 13), (13, 42), (42, 49)):
-            logits = model(tokens(1, 49)[:, begin:end]).logits
-            torch.testing.assert_close(whole[:, begin:end], logits.detach(), atol=1e-7, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
-            total = total + (logits * weights[:, begin:end]).sum()
-        total.backward()
-        for parameter, p in model.named_parameters():
-            found = sum(gradients[parameter] for gradients in (result[kind][1] for result in results))
-            torch.testing.assert_close(found, p.grad, atol=1e-6, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
+        shares, whole = [each[kind] for each in found], torch.empty(49, VOCABULARY, dtype=torch.float64)
+        for rank, share in enumerate(shares):
+            whole[positions_of(49, rank, world, layout, None)] = share["logits"]
+        spans = ((3, 16), (19, 43)) if kind == "padding" else ((0, 13), (13, 42), (42, 49))
+        parts = [results(model, {"input_ids": ids[:, a:b]}, weights=weights[:, a:b]) for a, b in spans]
+        assert {*parts[0]} == {"logits", *(name for name, _ in model.named_parameters())}
+        for key in parts[0]:
+            of_ranks = torch.cat([whole[a:b] for a, b in spans]) if key == "logits" else sum(share[key] for share in shares)
+            of_parts = [part[key] for part in parts]
+            expected, off = (torch.cat(of_parts), 1e-7) if key == "logits" else (sum(of_parts), 1e-6)
+            torch.testing.assert_close(of_ranks, expected, atol=off, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
