@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from fractions import Fraction
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dilated_attention as da
 from dilated_attention import BackendUnavailable, DilatedPattern, modules
 from dilated_attention.backends import Hardware
-from dilated_attention.cli import main
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, SlideEncoderConfig
@@ -489,28 +487,3 @@ def test_a_list_nested_without_end_is_shown_by_its_beginning() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=name):
             call(**{name: deep})
-
-
-# --- commands ------------------------------------------------------------------------------------------------------------------------
-
-DILATED = "dilated --segment-lengths 2048 8192 --dilation-rates 1 4"
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (f"plan dense --gpu H200 --length {10**24}", "--length"),
-        ("plan ring --gpu H200 --length 65536 --world-size 1000000000", "world_size"),
-        (f"show {DILATED} --length {2**31}", "--length"),
-        (f"show block_sparse --window 128 --heads {2**31}", "--heads"),
-        ("show block_sparse --density nan", "ratio"),
-    ],
-)
-def test_a_command_ends_with_2_and_the_arguments_name(words: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.process_time()
-    with pytest.raises(SystemExit) as caught:
-        main(words.split())
-    assert caught.value.code == 2
-    assert time.process_time() - began < 5
-    assert flag in capsys.readouterr().err.splitlines()[-1]
