@@ -344,12 +344,12 @@ def test_draws_are_torchs_of_the_likeliest() -> None:
     # the likeliest is the first of equals
     ties = torch.randint(4, (100, 33)).float()
     assert torch.equal(Sampling(temperature=0.0).draw(ties), ties.argmax(-1, keepdim=True))
-    # a nucleus is the fewest likeliest that reach top_p
-    nucleus = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    # a nucleus is the fewest likeliest that reach top_p; the likeliest is last, since what has nothing to draw from draws the first
+    nucleus = torch.tensor([[0.05, 0.15, 0.3, 0.5]]).log()
     for top_p, count in ((5e-324, 1), (1e-46, 1), (1e-6, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.9, 3), (1.0, 4)):
-        assert drawn(nucleus, top_p=top_p) == set(range(count))
+        assert drawn(nucleus, top_p=top_p) == set(range(4 - count, 4))
     for temperature, count in ((-0.0, 1), (1e-46, 1), (1e-3, 1), (2**64, 3)):
-        assert drawn(nucleus, temperature=temperature, top_k=3) == set(range(count))
+        assert drawn(nucleus, temperature=temperature, top_k=3) == set(range(4 - count, 4))
     # of equally likely tokens no more than k
     assert len(drawn(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]), top_k=2)) == 2
     for temperature in (0.0, 0.7):

@@ -21,7 +21,7 @@ KINDS = ["block_sparse", "block_sparse_dilated", "multihead_block_sparse", "mult
 
 
 def make(kind: str, **settings: Any) -> Any:
-    settings |= {"segment_lengths": [16], "dilation_rates": [1]} if "dilated" in kind else {}
+    settings |= {"segment_lengths": [16], "dilation_rates": [3]} if "dilated" in kind else {}
     return create_attention(kind, **settings, **({"embed_dim": 16, "num_heads": 4} if "multihead" in kind else {}))
 
 
@@ -55,3 +55,4 @@ def test_copies_and_pickles_compute_the_same_on_parameters_of_their_own(pattern:
             parameter.data.add_(1.0)
     assert torch.equal(layer(*inputs)[0], expected[0])
     assert "block" not in kind or repr(pattern) in repr(layer)
+    assert "dilated" not in kind or "segment_lengths=[16], dilation_rates=[3]" in repr(layer)
