@@ -113,8 +113,8 @@ ATTENTION_PRESETS: dict[str, AttentionPreset] = {
 SEARCHED = {
     "gigapath": "load_torchscale('slide_encoder.pth') loads Prov-GigaPath's weights, integrations.gigapath.create_model stands in for its "
     "own, create_model('gigapath-12l768d') makes a new one",
-    "titan": "TITAN's weights need a bias by distance (ALiBi in 2-D), which nothing here has; create_model('gigapath-12l768d', in_dim=768) "
-    "trains a slide encoder on its tile features",
+    "titan": "attention(…, bias=Distance(coordinates, slopes)) is the bias of TITAN's slide encoder (ALiBi in 2-D), whose weights nothing "
+    "here loads; create_model('gigapath-12l768d', in_dim=768) trains a slide encoder on its tile features",
     "sft": "TRL's SFTTrainer takes a model with attn_implementation='dilated' (integrations.huggingface.register), and over several GPUs "
     "integrations.huggingface.context_parallel",
 }
