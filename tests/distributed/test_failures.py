@@ -308,7 +308,7 @@ def test_the_messages_of_an_exchange_share_its_timeout(monkeypatch: pytest.Monke
             return True
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    wire: Any = SimpleNamespace(timeout=10.0, on_gpu=False, waits=False)
+    wire: Any = SimpleNamespace(session=SimpleNamespace(timeout=10.0), on_gpu=False)
     Exchange(wire, 1, "K and V", (0, 1, 2), (torch.zeros(1),), works=[(Late(), (peer,), "receiving") for peer in range(3)]).wait()
     assert limits == [10.0, 6.0, 2.0]
 
@@ -374,9 +374,10 @@ class Stalled:
 
     def __init__(self, thread: int) -> None:
         self.exchange = Exchange(self, 3, "hop 3", (1,), thread=thread)  # type: ignore[arg-type]
+        self.pending = [self.exchange]
         self.count = self.count_when_equal = 0
         self.failed: str | None = None
-        self.has_raised, self.wires, self.timeout = False, {"cuda": self}, 0.2
+        self.has_raised, self.wires = False, {"cuda": self}
         self.aborted = threading.Event()
 
     def ranks_text(self, ranks: tuple[int, ...]) -> str:
@@ -385,7 +386,7 @@ class Stalled:
     def stalled(self) -> tuple[Exchange, str]:
         return self.exchange, "stalled"
 
-    def fail_waiting(self, what: str, number: int, peers: tuple[int, ...], trouble: str, timeout: float, collect: float) -> None:
+    def fail_waiting(self, what: str, number: int, peers: tuple[int, ...], trouble: str) -> None:
         self.failed = f"rank 0: {what}{trouble}"
 
     def abort(self) -> list[threading.Thread]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,13 +10,13 @@ import torch
 
 from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import argument_differences, session_of
+from dilated_attention.distributed.comm.session import differences, session_of
 from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
 
-# calls that a rank remembers, such as those of a step's layers
-_MOST_CALLS = 64
+# kinds of calls that a rank remembers, before it forgets all of them
+MOST_KINDS = 4096
 
 
 def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float) -> list[Any]:
@@ -32,22 +31,19 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
     session.raise_if_failed()
     number, arguments = session.handshakes, {key: str(value) for key, value in same.items()}
     session.handshakes += 1
-    session.enter("a handshake", number, arguments)
+    session.enter("a handshake", arguments, str(number))
     with session.asking():
-        posts = session.posts(f"agree/{number}", [arguments, own], timeout)
-        if len(posts) < session.size:
-            absent = [rank for rank in range(session.size) if rank not in posts]
-            what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
-            trouble = f" failed after {timeout:.1f} s: {session.ranks_text(absent)} posted nothing"
-            # the others give up in their own time; report what is known by now
-            session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
-        if session.failed is not None:
-            raise session.error()
-        if number > 0:
-            # all ranks have posted this call, so all have read the previous one
-            session.store.delete_key(f"agree/{number - 1}/{session.rank}")
-    if found := argument_differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
-        raise ValueError(f"{found}; all ranks must make the same call")
+        # all ranks have posted the previous handshake, so all have read the one before it
+        session.store.delete_key(f"agree/{number - 2}/{session.rank}")
+        posts = session.posts(f"agree/{number}", [arguments, own])
+    if len(posts) < session.size:
+        absent = [rank for rank in range(session.size) if rank not in posts]
+        what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
+        session.fail_waiting(what, number, absent, f" failed after {timeout:.1f} s: {session.ranks_text(absent)} posted nothing")
+    if session.failed is not None:
+        raise session.error()
+    if text := differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
+        raise ValueError(f"{text}; all ranks must make the same call")
     return [posts[rank][1] for rank in range(session.size)]
 
 
@@ -99,15 +95,10 @@ def agreed_call(
     q, k, _, padding = inputs[:4]
     if members.group is None:
         return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
-    session, asks = session_of(members, ring.timeout), ring.seq_len < 0
+    session = session_of(members, ring.timeout)
     session.raise_if_failed()
-    sizes = q.shape, k.shape[2], q.dtype, q.device.type, padding is None
-    # a rank remembers what it has agreed on with all others, who need not remember the same calls
-    call_key = settings, sizes, bounds
-    if (agreement := session.calls.get(call_key)) is not None:
-        seq_len, number, arguments = agreement
-        return seq_len, session.enter_forward(number, arguments)
-    lives = live_pattern is not None
+    seq_len, documents = ring.seq_len, hash(bounds or ())
+    asks, lives = seq_len < 0, live_pattern is not None
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
     # not its name, which may be given again
     alike = settings._replace(
@@ -118,12 +109,16 @@ def agreed_call(
         blocks="" if lives else settings.blocks,
     )
     # which blocks a function keeps may differ at each length
-    kind = alike, q.shape[0], q.shape[2:], sizes[1:], bounds is None, live_pattern, ring.seq_len if lives else 0
+    lengths = seq_len if lives else 0
+    kind = alike, q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
     known = None if asks and lives else session.agreed.get(kind)
     number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
-    arguments = arguments | {"layout": short_name(ring.layout), "seq_len": "None" if asks else str(ring.seq_len)}
-    arguments["cu_seqlens"] = "None" if bounds is None else _shown(bounds)
-    seq_len = ring.seq_len
+    arguments = {
+        **arguments,
+        "layout": short_name(ring.layout),
+        "seq_len": "None" if asks else str(seq_len),
+        "cu_seqlens": "None" if bounds is None else _shown(bounds, documents),
+    }
     if known is None or asks:
         seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, q.shape[1], ring.timeout))
     elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
@@ -142,14 +137,13 @@ def agreed_call(
         agree(members, {"function": arguments["function"], **has}, None, ring.timeout)
         if unavailable is not None:
             raise unavailable
-        session.remember(kind, (number, arguments))
-    # a number of the kind and the length, which the tags of messages contain
-    number = zlib.crc32(f"{number} {seq_len} {ring.layout} {hash(bounds or ())}".encode())
-    if not asks and not lives:
-        if len(session.calls) >= _MOST_CALLS:
-            session.calls.clear()
-        session.calls[call_key] = seq_len, number, arguments
-    return seq_len, session.enter_forward(number, arguments)
+        if len(session.agreed) >= MOST_KINDS:
+            session.agreed.clear()
+        session.agreed[kind] = number, arguments
+    session.forwards += 1
+    # the tags of messages contain the kind and the length
+    session.enter(f"call {session.forwards} ({arguments['function']})", arguments, f"{number} {seq_len} {ring.layout} {documents}")
+    return seq_len, session.forwards
 
 
 def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, str]:
@@ -194,8 +188,8 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
     return {name: str(value) for name, value in same.items()}
 
 
-def _shown(bounds: tuple[int, ...]) -> str:
-    more = f" … ({len(bounds) - 1} documents, hash {hash(bounds) & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
+def _shown(bounds: tuple[int, ...], documents: int) -> str:
+    more = f" … ({len(bounds) - 1} documents, hash {documents & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
     return f"{list(bounds[:24])}{more}"
 
 
