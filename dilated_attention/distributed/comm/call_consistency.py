@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -113,12 +112,10 @@ def agreed_call(
     kind = alike, q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
     known = None if asks and lives else session.agreed.get(kind)
     number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
-    arguments = {
-        **arguments,
-        "layout": short_name(ring.layout),
-        "seq_len": "None" if asks else str(seq_len),
-        "cu_seqlens": "None" if bounds is None else _shown(bounds, documents),
-    }
+    arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": "None" if asks else str(seq_len), "cu_seqlens": "None"}
+    if bounds is not None:
+        more = f" … ({len(bounds) - 1} documents, hash {documents & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
+        arguments["cu_seqlens"] = f"{list(bounds[:24])}{more}"
     if known is None or asks:
         seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, q.shape[1], ring.timeout))
     elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
@@ -188,11 +185,6 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
     return {name: str(value) for name, value in same.items()}
 
 
-def _shown(bounds: tuple[int, ...], documents: int) -> str:
-    more = f" … ({len(bounds) - 1} documents, hash {documents & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
-    return f"{list(bounds[:24])}{more}"
-
-
 def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:
     """Returns N, where it is negative the sum of all ranks' rows; ValueError if these are no shards of a sequence in the layout."""
     seq_len = seq_len if seq_len >= 0 else sum(rows)
@@ -205,7 +197,6 @@ def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:
     return seq_len
 
 
-@functools.lru_cache(maxsize=8)
 def device_memory(device: torch.device) -> int:
     """Returns the bytes that steps are chosen for, in whole GiB, because ranks compare them. On a CPU a fixed number: all processes of the
     machine share the memory, and no two see the same amount free."""
