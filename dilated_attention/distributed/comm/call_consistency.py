@@ -28,13 +28,13 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
         return [own]
     session = session_of(members, timeout)
     session.raise_if_failed()
-    number, arguments = session.handshakes, {key: str(value) for key, value in same.items()}
+    number = session.handshakes
     session.handshakes += 1
-    session.enter("a handshake", arguments, str(number))
+    session.enter("a handshake", same)
     with session.asking():
         # all ranks have posted the previous handshake, so all have read the one before it
         session.store.delete_key(f"agree/{number - 2}/{session.rank}")
-        posts = session.posts(f"agree/{number}", [arguments, own])
+        posts = session.posts(f"agree/{number}", [same, own])
     if len(posts) < session.size:
         absent = [rank for rank in range(session.size) if rank not in posts]
         what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
@@ -96,7 +96,7 @@ def agreed_call(
         return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
     session = session_of(members, ring.timeout)
     session.raise_if_failed()
-    seq_len, documents = ring.seq_len, hash(bounds or ())
+    (B, n, H, D), seq_len, documents = q.shape, ring.seq_len, hash(bounds or ())
     asks, lives = seq_len < 0, live_pattern is not None
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
     # not its name, which may be given again
@@ -109,18 +109,18 @@ def agreed_call(
     )
     # which blocks a function keeps may differ at each length
     lengths = seq_len if lives else 0
-    kind = alike, q.shape[0], q.shape[2:], k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
+    kind = alike, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
     known = None if asks and lives else session.agreed.get(kind)
     number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
-    arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": "None" if asks else str(seq_len), "cu_seqlens": "None"}
+    arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": None if asks else seq_len, "cu_seqlens": None}
     if bounds is not None:
         more = f" … ({len(bounds) - 1} documents, hash {documents & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
         arguments["cu_seqlens"] = f"{list(bounds[:24])}{more}"
     if known is None or asks:
-        seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, q.shape[1], ring.timeout))
-    elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
+        seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, n, ring.timeout))
+    elif n != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
         raise ValueError(
-            f"rank {members.rank} holds {q.shape[1]} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
+            f"rank {members.rank} holds {n} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
             "cut it by shard_sequence with the same layout and seq_len"
         )
     if known is None:
@@ -143,13 +143,13 @@ def agreed_call(
     return seq_len, session.forwards
 
 
-def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, str]:
+def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, object]:
     """Returns what must be equal on all ranks, by the names that messages have."""
     function = op_name(settings)
     # dense attention is one segment of that length
     if not settings.blocks and settings.pattern.segment_lengths[0] < MAX_LENGTH:
         function = "ring_dilated_attention"
-    same: dict[str, object] = {
+    same = {
         "function": function,
         "q.shape[0]": q.shape[0],
         "q.shape[2]": q.shape[2],
@@ -159,7 +159,7 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
         "device": q.device.type,
         # it limits how much may be received at once, which must be the same on all ranks
         "device memory, GiB": device_memory(q.device) >> 30,
-        "key_padding_mask": "None" if padding is None else "given",
+        "key_padding_mask": None if padding is None else "given",
         "window": list(settings.window) or None,
         "is_causal": settings.is_causal,
         "scale": settings.scale,
@@ -178,11 +178,11 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
         pattern = pattern_from_spec(settings.blocks)
         # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
         name = type(pattern).__name__ if pattern.lives_here else settings.blocks
-        same |= {"branches": settings.branches, "pattern": name, "block_size": pattern.block_size}
+        same |= {"branches": settings.branches, "pattern": name, "block_size": str(pattern.block_size)}
     elif settings.branches is not None:
         names = "segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"
-        same |= zip(names, [list(x) if isinstance(x, tuple) else x for x in settings.branches], strict=True)
-    return {name: str(value) for name, value in same.items()}
+        same |= zip(names, settings.branches, strict=True)
+    return same
 
 
 def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:

@@ -61,10 +61,7 @@ class Exchange:
         """Waits until received tensors may be read and sent ones reused. On a GPU only the current stream waits, the host does not.
 
         Raises RingError if a peer has died, stalled or made a different call; on a GPU perhaps at a later exchange."""
-        wire, pending, self.tensors = self.wire, self.tensors, ()
-        if not pending:
-            return
-        began, timeout = time.monotonic(), wire.session.timeout
+        wire, began, timeout = self.wire, time.monotonic(), self.wire.session.timeout
         for work, peers, action in self.works:
             limit = () if wire.on_gpu else (timedelta(seconds=max(timeout - (time.monotonic() - began), 0.001)),)
             try:
@@ -72,6 +69,7 @@ class Exchange:
                     raise RuntimeError("the message was aborted")
             except RuntimeError as error:
                 raise wire.broken(self, action, peers, error, time.monotonic() - began) from error
+        self.tensors = ()
         if wire.on_gpu:
             wire.session.raise_if_failed()
 

@@ -99,8 +99,8 @@ class Session:
         self.has_raised = False
         self.handshakes = self.count = self.forwards = self.checksum = 0
         self.count_when_equal: float = 0
-        self.entries: dict[int, tuple[int, Mapping[str, str]]] = {0: (0, {})}
-        self.agreed: dict[object, tuple[int, Mapping[str, str]]] = {}
+        self.entries: dict[int, tuple[int, Mapping[str, object]]] = {0: (0, {})}
+        self.agreed: dict[object, tuple[int, Mapping[str, object]]] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
         if default is _parents_store:
@@ -162,10 +162,9 @@ class Session:
         It waits for all of them, until the timeout, or until the watching thread finds that the group has failed.
         """
         store, keys = self.store, self.keys(what)
-        store.compare_set(keys[self.rank], "", json.dumps(mine))
+        store.compare_set(keys[self.rank], "", json.dumps(mine, default=str))
         self.until(lambda: self.failed or store.check(keys), timeout)
-        absent = missing(store, keys)
-        there = [rank for rank in range(self.size) if rank not in absent]
+        there = sorted({*range(self.size)} - {*missing(store, keys)})
         return dict(zip(there, map(json.loads, store.multi_get([keys[rank] for rank in there])), strict=True))
 
     def keys(self, what: str) -> list[str]:
@@ -178,7 +177,7 @@ class Session:
         text, more = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, some))}" for some in (ranks, others))
         return text if others == list(ranks) else f"{text} (global {more})"
 
-    def enter(self, what: str, arguments: Mapping[str, str] | None = None, shared: str = "") -> None:
+    def enter(self, what: str, arguments: Mapping[str, object] | None = None, shared: str = "") -> None:
         """Records a call before it exchanges anything. ``shared``: a text, equal on all ranks if the call's kind and length are."""
         count = self.count + 1
         self.checksum = zlib.crc32(f"{what} {shared}".encode(), self.checksum)
@@ -273,7 +272,7 @@ def compare(session: Session) -> None:
     )
 
 
-def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
+def differences(session: Session, posts: Mapping[int, Mapping[str, object]]) -> str:
     """Formats how arguments, by rank, differ, e.g. "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …";
     "" if all are equal."""
     functions = {post.get("function") for post in posts.values()}
@@ -283,7 +282,7 @@ def differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str
     for argument in arguments:
         holders: dict[str, list[int]] = {}
         for rank, post in posts.items():
-            holders.setdefault(post.get(argument, "no such argument"), []).append(rank)
+            holders.setdefault(str(post.get(argument, "no such argument")), []).append(rank)
         # values of the most ranks come first, so that the exceptions are at the end
         sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
         if len(sides) > 1:
