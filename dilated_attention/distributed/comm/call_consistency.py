@@ -32,9 +32,9 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
     session.handshakes += 1
     session.enter("a handshake", same)
     with session.asking():
+        posts = session.posts(f"agree/{number}", [same, own])
         # all ranks have posted the previous handshake, so all have read the one before it
         session.store.delete_key(f"agree/{number - 2}/{session.rank}")
-        posts = session.posts(f"agree/{number}", [same, own])
     if len(posts) < session.size:
         absent = [rank for rank in range(session.size) if rank not in posts]
         what = f"{same.get('function', 'first use')}: check that all ranks make the same call"

@@ -153,7 +153,7 @@ class Wire:
                 exchange.works.append((work, peers, "waiting for the GPU"))
             else:
                 # the tag depends on all calls so far, so that a message of another call never matches it
-                tag = self.session.checksum & 0x3FFFFFFF
+                checksum, _ = self.session.entries[self.session.count]
                 for action_text, move, rows, rows_of_peers in (
                     ("receiving {} from", group.recv, came, came_counts),
                     ("sending {} to", group.send, sent, send_counts),
@@ -162,7 +162,7 @@ class Wire:
                         if part.numel():
                             action, ranks = f"{action_text.format(readable(part.nbytes))} {self.session.ranks_text([peer])}", (peer,)
                             # as bytes, which every communication library carries
-                            exchange.works.append((move([part.view(-1).view(torch.uint8)], peer, tag), ranks, action))
+                            exchange.works.append((move([part.view(-1).view(torch.uint8)], peer, checksum & 0x3FFFFFFF), ranks, action))
         except RuntimeError as error:
             raise self.broken(exchange, action, ranks, error) from error
         if is_watched:

@@ -82,9 +82,8 @@ class Session:
         has_raised: whether a thread has raised it.
         count: how many calls this rank has made so far: forwards, backwards and handshakes.
         forwards, handshakes: how many of these there were.
-        checksum: of all calls so far.
-        entries: the last calls, by ``count`` at each: (``checksum`` at it, arguments, of which the last says what it is, such as
-            "call 3 (ring_attention)"). 0 stands for no call.
+        entries: the last calls, by ``count`` at each: (checksum of all calls up to it, arguments, of which the last says what it is, such
+            as "call 3 (ring_attention)"). 0 stands for no call.
         count_when_equal: ``count`` when all ranks were last known to have made the same calls; infinite if nobody can be asked.
         agreed: of each kind of call that the ranks have agreed on: (``handshakes`` at it, arguments). All ranks make the same calls, so
             they forget kinds at the same one.
@@ -97,7 +96,7 @@ class Session:
         self.label = self.ranks_text([self.rank])
         self.failed: str | None = None
         self.has_raised = False
-        self.handshakes = self.count = self.forwards = self.checksum = 0
+        self.handshakes = self.count = self.forwards = 0
         self.count_when_equal: float = 0
         self.entries: dict[int, tuple[int, Mapping[str, object]]] = {0: (0, {})}
         self.agreed: dict[object, tuple[int, Mapping[str, object]]] = {}
@@ -179,9 +178,8 @@ class Session:
 
     def enter(self, what: str, arguments: Mapping[str, object] | None = None, shared: str = "") -> None:
         """Records a call before it exchanges anything. ``shared``: a text, equal on all ranks if the call's kind and length are."""
-        count = self.count + 1
-        self.checksum = zlib.crc32(f"{what} {shared}".encode(), self.checksum)
-        self.entries[count] = self.checksum, {**(arguments or {}), CALLED: what}
+        count, (checksum, _) = self.count + 1, self.entries[self.count]
+        self.entries[count] = zlib.crc32(f"{what} {shared}".encode(), checksum), {**(arguments or {}), CALLED: what}
         self.entries.pop(count - KEPT, None)
         # set last, because the watching thread asks for no entry above it
         self.count = count
@@ -215,7 +213,7 @@ class Session:
             # a peer that has given up is a victim like this rank: whom it waits for, whom these wait for, and so on
             reached = [self.rank]
             for rank in reached:
-                reached += [peer for peer in (waits[rank][1] if rank in waits else ()) if peer not in reached]
+                reached += [peer for peer in waits.get(rank, ("", ()))[1] if peer not in reached]
             silent = sorted(set(reached) - waits.keys())
             told = [
                 f"{self.ranks_text([rank])} gave up waiting for {self.ranks_text(others)} in {place}"
