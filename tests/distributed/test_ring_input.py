@@ -21,7 +21,7 @@ from dilated_attention import (
     shard_sequence,
 )
 from dilated_attention.distributed import Layout
-from dilated_attention.distributed.comm import session
+from dilated_attention.distributed.comm import call_consistency
 from dilated_attention.distributed.comm.session import RingError
 from dilated_attention.modules import RingMultiheadBlockSparseAttention, RingMultiheadBlockSparseDilatedAttention
 from dilated_attention.pattern import LocalWindow, MaskFunction, PerHead
@@ -218,13 +218,13 @@ def own_choices(rank: int, world: int) -> list[str]:
     ]
     base = tensors() | {"seq_len": 8 * world}
     texts = [call_of(rank, base | (choice if rank == 1 else {})) for choice in choices]
-    most, session.MOST_KINDS = session.MOST_KINDS, 4
+    most, call_consistency.MOST_KINDS = call_consistency.MOST_KINDS, 4
     try:
         # more kinds than are remembered: afterwards no rank may skip the handshake
         texts += [call_of(rank, base | {"scale": 1.0 + i}) for i in range(4)]
         return [*texts, call_of(rank, base | ({"timeout": 12.0} if rank == 1 else {}))]
     finally:
-        session.MOST_KINDS = most
+        call_consistency.MOST_KINDS = most
 
 
 def test_ranks_may_choose_their_timeout_and_backend() -> None:
@@ -237,14 +237,14 @@ def in_two_groups(rank: int, world: int) -> set[str]:
     pair = dist.new_group([0, 1])
     x = {name: y[:1, :1] for name, y in tensors().items()}
     whole, own = x | {"seq_len": world}, x | {"seq_len": 2, "group": pair}
-    most, session.MOST_KINDS = session.MOST_KINDS, 8
+    most, call_consistency.MOST_KINDS = call_consistency.MOST_KINDS, 8
     try:
         texts = {call_of(rank, whole)}
         if rank < 2:
             texts |= {call_of(rank, own | {"scale": 1.0 + i}) for i in range(12)}
         return texts | {call_of(rank, whole)}
     finally:
-        session.MOST_KINDS = most
+        call_consistency.MOST_KINDS = most
 
 
 def test_calls_of_one_group_leave_another_ones_agreement() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,13 +9,13 @@ import torch
 
 from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import argument_differences, session_of
+from dilated_attention.distributed.comm.session import differences, session_of
 from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
 
-# calls that a rank remembers, such as those of a step's layers
-_MOST_CALLS = 64
+# kinds of calls that a rank remembers, before it forgets all of them
+MOST_KINDS = 4096
 
 
 def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float) -> list[Any]:
@@ -30,24 +28,21 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
         return [own]
     session = session_of(members, timeout)
     session.raise_if_failed()
-    number, arguments = session.handshakes, {key: str(value) for key, value in same.items()}
+    number = session.handshakes
     session.handshakes += 1
-    session.enter("a handshake", number, arguments)
+    session.enter("a handshake", same)
     with session.asking():
-        posts = session.posts(f"agree/{number}", [arguments, own], timeout)
-        if len(posts) < session.size:
-            absent = [rank for rank in range(session.size) if rank not in posts]
-            what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
-            trouble = f" failed after {timeout:.1f} s: {session.ranks_text(absent)} posted nothing"
-            # the others give up in their own time; report what is known by now
-            session.fail_waiting(what, number, absent, trouble, timeout, collect=0.0)
-        if session.failed is not None:
-            raise session.error()
-        if number > 0:
-            # all ranks have posted this call, so all have read the previous one
-            session.store.delete_key(f"agree/{number - 1}/{session.rank}")
-    if found := argument_differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
-        raise ValueError(f"{found}; all ranks must make the same call")
+        posts = session.posts(f"agree/{number}", [same, own])
+        # all ranks have posted the previous handshake, so all have read the one before it
+        session.store.delete_key(f"agree/{number - 2}/{session.rank}")
+    if len(posts) < session.size:
+        absent = [rank for rank in range(session.size) if rank not in posts]
+        what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
+        session.fail_waiting(what, number, absent, f" failed after {timeout:.1f} s: {session.ranks_text(absent)} posted nothing")
+    if session.failed is not None:
+        raise session.error()
+    if text := differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
+        raise ValueError(f"{text}; all ranks must make the same call")
     return [posts[rank][1] for rank in range(session.size)]
 
 
@@ -99,15 +94,10 @@ def agreed_call(
     q, k, _, padding = inputs[:4]
     if members.group is None:
         return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
-    session, asks = session_of(members, ring.timeout), ring.seq_len < 0
+    session = session_of(members, ring.timeout)
     session.raise_if_failed()
-    sizes = q.shape, k.shape[2], q.dtype, q.device.type, padding is None
-    # a rank remembers what it has agreed on with all others, who need not remember the same calls
-    call_key = settings, sizes, bounds
-    if (agreement := session.calls.get(call_key)) is not None:
-        seq_len, number, arguments = agreement
-        return seq_len, session.enter_forward(number, arguments)
-    lives = live_pattern is not None
+    (B, n, H, D), seq_len, documents = q.shape, ring.seq_len, hash(bounds or ())
+    asks, lives = seq_len < 0, live_pattern is not None
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
     # not its name, which may be given again
     alike = settings._replace(
@@ -118,17 +108,19 @@ def agreed_call(
         blocks="" if lives else settings.blocks,
     )
     # which blocks a function keeps may differ at each length
-    kind = alike, q.shape[0], q.shape[2:], sizes[1:], bounds is None, live_pattern, ring.seq_len if lives else 0
+    lengths = seq_len if lives else 0
+    kind = alike, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
     known = None if asks and lives else session.agreed.get(kind)
     number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
-    arguments = arguments | {"layout": short_name(ring.layout), "seq_len": "None" if asks else str(ring.seq_len)}
-    arguments["cu_seqlens"] = "None" if bounds is None else _shown(bounds)
-    seq_len = ring.seq_len
+    arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": None if asks else seq_len, "cu_seqlens": None}
+    if bounds is not None:
+        more = f" … ({len(bounds) - 1} documents, hash {documents & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
+        arguments["cu_seqlens"] = f"{list(bounds[:24])}{more}"
     if known is None or asks:
-        seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, q.shape[1], ring.timeout))
-    elif q.shape[1] != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
+        seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, n, ring.timeout))
+    elif n != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
         raise ValueError(
-            f"rank {members.rank} holds {q.shape[1]} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
+            f"rank {members.rank} holds {n} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
             "cut it by shard_sequence with the same layout and seq_len"
         )
     if known is None:
@@ -142,23 +134,22 @@ def agreed_call(
         agree(members, {"function": arguments["function"], **has}, None, ring.timeout)
         if unavailable is not None:
             raise unavailable
-        session.remember(kind, (number, arguments))
-    # a number of the kind and the length, which the tags of messages contain
-    number = zlib.crc32(f"{number} {seq_len} {ring.layout} {hash(bounds or ())}".encode())
-    if not asks and not lives:
-        if len(session.calls) >= _MOST_CALLS:
-            session.calls.clear()
-        session.calls[call_key] = seq_len, number, arguments
-    return seq_len, session.enter_forward(number, arguments)
+        if len(session.agreed) >= MOST_KINDS:
+            session.agreed.clear()
+        session.agreed[kind] = number, arguments
+    session.forwards += 1
+    # the tags of messages contain the kind and the length
+    session.enter(f"call {session.forwards} ({arguments['function']})", arguments, f"{number} {seq_len} {ring.layout} {documents}")
+    return seq_len, session.forwards
 
 
-def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, str]:
+def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, object]:
     """Returns what must be equal on all ranks, by the names that messages have."""
     function = op_name(settings)
     # dense attention is one segment of that length
     if not settings.blocks and settings.pattern.segment_lengths[0] < MAX_LENGTH:
         function = "ring_dilated_attention"
-    same: dict[str, object] = {
+    same = {
         "function": function,
         "q.shape[0]": q.shape[0],
         "q.shape[2]": q.shape[2],
@@ -168,7 +159,7 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
         "device": q.device.type,
         # it limits how much may be received at once, which must be the same on all ranks
         "device memory, GiB": device_memory(q.device) >> 30,
-        "key_padding_mask": "None" if padding is None else "given",
+        "key_padding_mask": None if padding is None else "given",
         "window": list(settings.window) or None,
         "is_causal": settings.is_causal,
         "scale": settings.scale,
@@ -187,16 +178,11 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
         pattern = pattern_from_spec(settings.blocks)
         # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
         name = type(pattern).__name__ if pattern.lives_here else settings.blocks
-        same |= {"branches": settings.branches, "pattern": name, "block_size": pattern.block_size}
+        same |= {"branches": settings.branches, "pattern": name, "block_size": str(pattern.block_size)}
     elif settings.branches is not None:
         names = "segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"
-        same |= zip(names, [list(x) if isinstance(x, tuple) else x for x in settings.branches], strict=True)
-    return {name: str(value) for name, value in same.items()}
-
-
-def _shown(bounds: tuple[int, ...]) -> str:
-    more = f" … ({len(bounds) - 1} documents, hash {hash(bounds) & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
-    return f"{list(bounds[:24])}{more}"
+        same |= zip(names, settings.branches, strict=True)
+    return same
 
 
 def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:
@@ -211,7 +197,6 @@ def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:
     return seq_len
 
 
-@functools.lru_cache(maxsize=8)
 def device_memory(device: torch.device) -> int:
     """Returns the bytes that steps are chosen for, in whole GiB, because ranks compare them. On a CPU a fixed number: all processes of the
     machine share the memory, and no two see the same amount free."""

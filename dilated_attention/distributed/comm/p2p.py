@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from dilated_attention.distributed.comm.call_consistency import agree
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import COLLECT, RingError, Session, first_line, session_of
+from dilated_attention.distributed.comm.session import RingError, Session, first_line, session_of
 from dilated_attention.engine.memory import readable
 
 # before every fourth exchange the issuing thread waits until the GPU has reached the fourth last one. So at most seven are queued, enough
@@ -61,18 +61,15 @@ class Exchange:
         """Waits until received tensors may be read and sent ones reused. On a GPU only the current stream waits, the host does not.
 
         Raises RingError if a peer has died, stalled or made a different call; on a GPU perhaps at a later exchange."""
-        wire, pending, self.tensors = self.wire, self.tensors, ()
-        if not pending:
-            return
-        began, wire.is_waiting = time.monotonic(), True
+        wire, began, timeout = self.wire, time.monotonic(), self.wire.session.timeout
         for work, peers, action in self.works:
-            limit = () if wire.on_gpu else (timedelta(seconds=max(wire.timeout - (time.monotonic() - began), 0.001)),)
+            limit = () if wire.on_gpu else (timedelta(seconds=max(timeout - (time.monotonic() - began), 0.001)),)
             try:
                 if not work.wait(*limit):
                     raise RuntimeError("the message was aborted")
             except RuntimeError as error:
                 raise wire.broken(self, action, peers, error, time.monotonic() - began) from error
-        wire.is_waiting = False
+        self.tensors = ()
         if wire.on_gpu:
             wire.session.raise_if_failed()
 
@@ -83,12 +80,12 @@ class Wire:
 
     On NCCL it has a communicator of its own with high priority. Without priority an exchange would begin only when the kernel that it
     should overlap with ends, since that kernel fills all multiprocessors. (On four H200s 64 MiB from each rank slowed a kernel of 12.4 ms
-    down by 0.5 ms, without priority by 1.1 ms.) ``timeout``: seconds that an exchange may take once it can run."""
+    down by 0.5 ms, without priority by 1.1 ms.)"""
 
-    def __init__(self, group: dist.ProcessGroup, session: Session, device: torch.device, timeout: float) -> None:
-        self.session, self.device, self.timeout = session, device, timeout
-        # ``is_waiting``: a thread is in ``Exchange.wait``; ``number``: of the last exchange
-        self.on_gpu, self.is_waiting, self.number = device.type == "cuda", False, 0
+    def __init__(self, group: dist.ProcessGroup, session: Session, device: torch.device) -> None:
+        self.session, self.device = session, device
+        # ``number``: of the last exchange
+        self.on_gpu, self.number = device.type == "cuda", 0
         # exchanges on a GPU in order; the issuing thread appends, the watching thread removes
         self.pending: deque[Exchange] = deque()
         # weak, since the group's owner decides how long it lives: a wire must not keep destroyed communicators alive
@@ -156,7 +153,7 @@ class Wire:
                 exchange.works.append((work, peers, "waiting for the GPU"))
             else:
                 # the tag depends on all calls so far, so that a message of another call never matches it
-                tag = self.session.checksum & 0x3FFFFFFF
+                checksum, _ = self.session.entries[self.session.count]
                 for action_text, move, rows, rows_of_peers in (
                     ("receiving {} from", group.recv, came, came_counts),
                     ("sending {} to", group.send, sent, send_counts),
@@ -165,7 +162,7 @@ class Wire:
                         if part.numel():
                             action, ranks = f"{action_text.format(readable(part.nbytes))} {self.session.ranks_text([peer])}", (peer,)
                             # as bytes, which every communication library carries
-                            exchange.works.append((move([part.view(-1).view(torch.uint8)], peer, tag), ranks, action))
+                            exchange.works.append((move([part.view(-1).view(torch.uint8)], peer, checksum & 0x3FFFFFFF), ranks, action))
         except RuntimeError as error:
             raise self.broken(exchange, action, ranks, error) from error
         if is_watched:
@@ -192,25 +189,23 @@ class Wire:
         if head.since is None:
             head.since = now if head.ready is None or head.ready.query() else None
             return None
-        return (head, f"is not done {now - head.since:.1f} s after it could run") if now - head.since > self.timeout else None
+        return (head, f"is not done {now - head.since:.1f} s after it could run") if now - head.since > self.session.timeout else None
 
     def broken(self, exchange: Exchange, action: str, peers: Sequence[int], error: RuntimeError, waited: float = 0.0) -> RingError:
         """Marks the group as failed and returns the error to raise, for an exchange that torch refused or gave up."""
-        # after a timeout the other ranks report soon, too, so their reports are collected; after a lost connection the peer is known
-        collect = COLLECT if waited >= self.timeout else 0.0
         trouble = f": {action} failed after {waited:.1f} s: {first_line(error)}"
-        self.session.fail_waiting(exchange.what, exchange.number, peers, trouble, self.timeout, collect)
+        self.session.fail_waiting(exchange.what, exchange.number, peers, trouble)
         return self.session.error()
 
     def abort(self) -> list[threading.Thread]:
-        """Ends everything that waits for a message of this group: its work on the GPU, or a thread on the CPU. Each communicator is ended
+        """Ends everything that waits for a message of this group: its work on the GPU, or threads on the CPU. Each communicator is ended
         by a thread, since that may hang, or wait for kernels that are queued behind the other's. Returns these threads."""
         group, threads = self._group(), list[threading.Thread]()
         if self.on_gpu:
             threads = [threading.Thread(target=_abort, args=(x, self.device), daemon=True) for x in (group, self._own_group)]
             for thread in threads:
                 thread.start()
-        elif self.is_waiting and group is not None and group._get_backend(self.device).name() == "gloo":
+        elif group is not None and group._get_backend(self.device).name() == "gloo":
             # gloo ends waits only when one of them times out, here one for a tag above all others, which closes the group's connections
             with contextlib.suppress(RuntimeError):
                 peer = (self.session.rank + 1) % self.session.size
@@ -228,8 +223,7 @@ def wire_of(members: Members, timeout: float, device: torch.device) -> Wire | No
         if device.type == "cuda":
             # otherwise NCCL would wait for absent ranks, until its own timeout and without naming them
             agree(members, {"function": "first exchange on a GPU"}, None, timeout)
-        wire = Wire(members.group, session, device, timeout)
-    wire.timeout = timeout
+        wire = Wire(members.group, session, device)
     return wire
 
 

@@ -12,7 +12,7 @@ timeout, or its communicator reports an error:
     1. this rank posts what it waits for, and for 2 s (COLLECT) reads what the others post, to find out who is to blame
     2. the group is marked as failed, and the error goes to stderr; a thread that comes to the group raises RingError
     3. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
-    4. if nothing raises, the thread that issued the exchange is made to as soon as it runs Python again, and then the main thread, too
+    4. if nothing raises, the thread that issued the last exchange is made to as soon as it runs Python again, then the main thread, too
     5. if nothing has raised within 10 s (GRACE), because a thread is stuck in a CUDA call, the process ends with exit code 1
 
 So no rank outlives a dead one by more than timeout + 12 s and a few looks. Different calls end in steps 2 to 5, too; on a CPU only in 2 and
@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -46,14 +47,14 @@ from dilated_attention.distributed.comm.group import Members
 KEPT = 4096
 # last calls that it posts when ranks disagree
 POSTED = 64
-# kinds of calls that it remembers, before it forgets all of them
-MOST_KINDS = 4096
 # seconds to wait for what the others post, since ranks of one stalled exchange time out together
 COLLECT = 2.0
 # seconds between looks of the watching thread
 POLL = 0.5
 # seconds from a failure until the process ends, if no thread has raised
 GRACE = 10.0
+# what an entry says it is
+CALLED = "what they call"
 # seconds in which the thread that waits may raise by itself; otherwise autograd's thread and the main thread would both raise
 OWN = 0.2
 
@@ -76,30 +77,29 @@ class Session:
 
     Attributes:
         label: this rank as messages name it, such as "rank 1".
+        timeout: seconds that the last call lets others wait.
         failed: message of the first failure; nothing is exchanged after it.
         has_raised: whether a thread has raised it.
         count: how many calls this rank has made so far: forwards, backwards and handshakes.
         forwards, handshakes: how many of these there were.
-        checksum: of all calls so far.
-        entries: the last calls, by ``count`` at each: (``checksum`` at it, name, such as "call 3", arguments). 0 stands for no call.
-        count_when_equal: ``count`` when all ranks were last known to have made the same calls.
-        compares: whether the store answers.
+        entries: the last calls, by ``count`` at each: (checksum of all calls up to it, arguments, of which the last says what it is, such
+            as "call 3 (ring_attention)"). 0 stands for no call.
+        count_when_equal: ``count`` when all ranks were last known to have made the same calls; infinite if nobody can be asked.
         agreed: of each kind of call that the ranks have agreed on: (``handshakes`` at it, arguments). All ranks make the same calls, so
             they forget kinds at the same one.
-        calls: of each call of these kinds that this rank has made: (N, number of kind and length, arguments).
         wires: what the ranks exchange by, by type of device.
     """
 
     def __init__(self, members: Members, group: dist.ProcessGroup, timeout: float) -> None:
-        self.rank, self.size = members.rank, members.size
+        self.rank, self.size, self.timeout = members.rank, members.size, timeout
         self.global_ranks = dist.get_process_group_ranks(group)
         self.label = self.ranks_text([self.rank])
         self.failed: str | None = None
-        self.has_raised, self.compares = False, True
-        self.handshakes = self.count = self.forwards = self.checksum = self.count_when_equal = 0
-        self.entries: dict[int, tuple[int, str, Mapping[str, str]]] = {0: (0, "", {})}
-        self.agreed: dict[object, Any] = {}
-        self.calls: dict[object, Any] = {}
+        self.has_raised = False
+        self.handshakes = self.count = self.forwards = 0
+        self.count_when_equal: float = 0
+        self.entries: dict[int, tuple[int, Mapping[str, object]]] = {0: (0, {})}
+        self.agreed: dict[object, tuple[int, Mapping[str, object]]] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
         if default is _parents_store:
@@ -110,10 +110,16 @@ class Session:
         with self.asking():
             # a connection of its own: torch waits inside the usual one for what a dead rank never posts
             self.store: Any = PrefixStore(f"dilated_attention/{group.group_name}", default.clone())
-            self._meet(timeout)
+            absent = self._meet()
+        if absent:
+            raise RingError(
+                f"{self.label}: first use of the group failed after {timeout:.1f} s: {self.ranks_text(absent)} did not join; dead, stalled "
+                "or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
+                f"({timeout:g} s) if they are only late"
+            )
 
-    def _meet(self, timeout: float) -> None:
-        """Waits for all ranks, and replaces the store by a part of it that belongs to this session alone.
+    def _meet(self) -> list[int]:
+        """Waits for all ranks, and replaces the store by a part of it that belongs to this session alone. Returns those that are absent.
 
         Every rank posts a fresh name. The part's prefix is made of the names of all, so it holds no keys of a group that the program has
         destroyed, which the store still contains. All have come when all have posted there, since then all have read the same names.
@@ -128,48 +134,36 @@ class Session:
             self.store.set(order_keys[self.rank], "0 0")
             return missing(self.store, order_keys)
 
-        if not self.until(lambda: not absent(), timeout) and (late := absent()):
-            raise RingError(
-                f"{self.label}: first use of the group failed after {timeout:.1f} s: {self.ranks_text(late)} did not join; dead, stalled "
-                "or busy with another call: all ranks of the group must make the same calls. Look at their output, or raise timeout= "
-                f"({timeout:g} s) if they are only late"
-            )
+        self.until(lambda: not absent())
+        return absent()
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
         """A context for calls to the store: raises RingError if one fails, since then the process that serves it has ended."""
         try:
             yield
-        except RingError:
-            raise
         except RuntimeError as error:
             raise RingError(
                 f"{self.label}: the store of torch.distributed does not answer ({first_line(error)}); the process that serves it, usually "
                 "global rank 0, has ended: look at its output"
             ) from error
 
-    def until(self, found: Callable[[], Any], timeout: float) -> Any:
-        """Returns the first result of ``found`` that is true, polled less and less often; None after the timeout. A wait inside the store
-        would block the process's other threads there and ignore Ctrl-C, and torch writes a warning for each that times out."""
-        began = time.monotonic()
-        while not (result := found()):
-            waited = time.monotonic() - began
-            if waited > timeout:
-                return None
+    def until(self, is_so: Callable[[], object], timeout: float | None = None) -> None:
+        """Waits until ``is_so`` returns something true, or the timeout; asks less and less often. A wait inside the store would block the
+        process's other threads there and ignore Ctrl-C, and torch writes a warning for each that times out."""
+        began, timeout = time.monotonic(), self.timeout if timeout is None else timeout
+        while not is_so() and (waited := time.monotonic() - began) <= timeout:
             time.sleep(min(0.01 + 0.001 * self.size, 5e-5 + waited / 4))
-        return result
 
-    def posts(self, what: str, mine: object, timeout: float) -> dict[int, Any]:
+    def posts(self, what: str, mine: object, timeout: float | None = None) -> dict[int, Any]:
         """Posts ``mine``, unless this rank has posted ``what`` already, and returns what the ranks have posted, by rank.
 
         It waits for all of them, until the timeout, or until the watching thread finds that the group has failed.
         """
         store, keys = self.store, self.keys(what)
-        if not store.check([keys[self.rank]]):
-            store.set(keys[self.rank], json.dumps(mine))
+        store.compare_set(keys[self.rank], "", json.dumps(mine, default=str))
         self.until(lambda: self.failed or store.check(keys), timeout)
-        absent = missing(store, keys)
-        there = [rank for rank in range(self.size) if rank not in absent]
+        there = sorted({*range(self.size)} - {*missing(store, keys)})
         return dict(zip(there, map(json.loads, store.multi_get([keys[rank] for rank in there])), strict=True))
 
     def keys(self, what: str) -> list[str]:
@@ -182,26 +176,13 @@ class Session:
         text, more = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, some))}" for some in (ranks, others))
         return text if others == list(ranks) else f"{text} (global {more})"
 
-    def enter(self, what: str, shared: int = 0, arguments: Mapping[str, str] | None = None) -> None:
-        """Records a call before it exchanges anything. ``shared``: a number, equal on all ranks if the call's kind and length are."""
-        count = self.count + 1
-        self.checksum = zlib.crc32(b"%s %d" % (what.encode(), shared), self.checksum)
-        self.entries[count] = self.checksum, what, arguments or {}
+    def enter(self, what: str, arguments: Mapping[str, object] | None = None, shared: str = "") -> None:
+        """Records a call before it exchanges anything. ``shared``: a text, equal on all ranks if the call's kind and length are."""
+        count, (checksum, _) = self.count + 1, self.entries[self.count]
+        self.entries[count] = zlib.crc32(f"{what} {shared}".encode(), checksum), {**(arguments or {}), CALLED: what}
         self.entries.pop(count - KEPT, None)
         # set last, because the watching thread asks for no entry above it
         self.count = count
-
-    def enter_forward(self, shared: int, arguments: Mapping[str, str] | None) -> int:
-        """Records a forward; returns its number among the forwards of this group, counted from 1."""
-        self.forwards += 1
-        self.enter(f"call {self.forwards}", shared, arguments)
-        return self.forwards
-
-    def remember(self, kind: object, agreement: tuple[int, Mapping[str, str]]) -> None:
-        if len(self.agreed) >= MOST_KINDS:
-            self.agreed.clear()
-            self.calls.clear()
-        self.agreed[kind] = agreement
 
     def raise_if_failed(self) -> None:
         if self.failed is not None:
@@ -212,44 +193,40 @@ class Session:
         self.has_raised = True
         return RingError(f"{again}{self.failed}")
 
-    def fail_waiting(self, what: str, exchange: int, peers: Sequence[int], trouble: str, timeout: float, collect: float) -> None:
+    def fail_waiting(self, what: str, exchange: int, peers: Sequence[int], trouble: str) -> None:
         """Marks the group as failed, because this rank has waited in vain for ``peers`` in an exchange; or because ranks disagree on what
         they call, if that is why.
 
         Args:
             what, exchange: its description, such as "forward, heads 1 of 2: K and V", and its number.
             trouble: how it failed, for the message.
-            timeout: the timeout that the message recommends to raise.
-            collect: seconds to wait for what the others post.
         """
         compare(self)
         if self.failed is not None:
             return
-        blamed = list(peers)
         try:
-            waits = self.posts("waits", [f"{what!r} (exchange {exchange})", blamed], collect)
-        except RuntimeError as error:
-            blame = f"the store of torch.distributed does not answer either ({first_line(error)}): "
-            blame += "its server, usually global rank 0, has ended"
+            with self.asking():
+                waits = self.posts("waits", [f"{what!r} (exchange {exchange})", peers], COLLECT)
+        except RingError as error:
+            blame = str(error)
         else:
             # a peer that has given up is a victim like this rank: whom it waits for, whom these wait for, and so on
-            reached, front = {self.rank}, [self.rank]
-            while front:
-                new = set(waits[front.pop()][1]) - reached
-                reached |= new
-                front += new & waits.keys()
-            silent = sorted(reached - waits.keys())
+            reached = [self.rank]
+            for rank in reached:
+                reached += [peer for peer in waits.get(rank, ("", ()))[1] if peer not in reached]
+            silent = sorted(set(reached) - waits.keys())
             told = [
                 f"{self.ranks_text([rank])} gave up waiting for {self.ranks_text(others)} in {place}"
                 for rank, (place, others) in waits.items()
-                if rank in peers or not silent
+                if rank != self.rank
             ]
-            blame = f"all ranks report that they wait or have given up: {'; '.join(told)}"
             if silent:
-                has, blamed = "has" if len(silent) == 1 else "have", silent
-                blame = "; ".join([*told, f"{self.ranks_text(silent)} {has} not reported: dead, stalled or in another call"])
-        way = f"Look at the output of {self.ranks_text(blamed)}, or raise timeout= ({timeout:g} s) if only slow"
-        self.failed = self.failed or f"{self.label}: {what}{trouble}; {blame}. {way}"
+                told.append(
+                    f"{self.ranks_text(silent)} {'has' if len(silent) == 1 else 'have'} not reported: dead, stalled or in another call"
+                )
+            way = f"Look at the output of {self.ranks_text(silent or peers)}, or raise timeout= ({self.timeout:g} s) if only slow"
+            blame = f"{'' if silent else 'all ranks report that they wait or have given up: '}{'; '.join(told)}. {way}"
+        self.failed = self.failed or f"{self.label}: {what}{trouble}; {blame}"
 
 
 def missing(store: Any, keys: list[str]) -> list[int]:
@@ -259,7 +236,7 @@ def missing(store: Any, keys: list[str]) -> list[int]:
 
 def compare(session: Session) -> None:
     """Compares this rank's calls with those of the others, as far as they are known now, and marks the group as failed if they differ."""
-    if session.failed is not None or not session.compares:
+    if session.failed is not None:
         return
     store, count, keys = session.store, session.count, session.keys("order")
     try:
@@ -274,35 +251,26 @@ def compare(session: Session) -> None:
         posts = session.posts("calls", dict(list(session.entries.items())[-POSTED:]), COLLECT)
     except RuntimeError:
         # the store's server has ended, usually because the program has
-        session.compares = False
+        session.count_when_equal = math.inf
         return
     # by rank, the first of the posted calls that differ; the last one if none of these do
     calls: dict[int, Any] = {}
     for position in sorted({int(key) for post in posts.values() for key in post}):
         calls = {rank: post[str(position)] for rank, post in posts.items() if str(position) in post}
-        if len({checksum for checksum, _, _ in calls.values()}) > 1:
+        if len({checksum for checksum, _ in calls.values()}) > 1:
             break
+    arguments = {rank: arguments for rank, (_, arguments) in calls.items()}
+    if not all("function" in some for some in arguments.values()):
+        # a backward has no arguments
+        arguments = {rank: {CALLED: some.get(CALLED, "no call")} for rank, some in arguments.items()}
     session.failed = session.failed or (
-        f"{_describe(session, calls)}; all ranks must make the same calls in the same order. Results of this call and of later ones on "
-        "this group are void, and so is the group: end the process, or make a new group on all ranks (torch.distributed.new_group)"
+        f"{differences(session, arguments) or 'ranks disagree on what they have called'}; all ranks must make the same calls in the same "
+        "order. Results of this call and of later ones on this group are void, and so is the group: end the process, or make a new group "
+        "on all ranks (torch.distributed.new_group)"
     )
 
 
-def _describe(session: Session, calls: Mapping[int, tuple[int, str, Mapping[str, str]]]) -> str:
-    """Describes how the ranks' calls differ, by what they call or by arguments."""
-    kinds = {what for _, what, _ in calls.values()}
-    text = argument_differences(session, {rank: arguments for rank, (_, _, arguments) in calls.items()})
-    if text and not any(what.startswith("the backward") for what in kinds):
-        return text
-    if len(kinds) < 2:
-        return "ranks disagree on what they have called"
-    named = {
-        rank: f"{what} ({arguments.get('function', 'first use')})" if arguments else what for rank, (_, what, arguments) in calls.items()
-    }
-    return f"ranks disagree on what they call: {_sides(session, named)}"
-
-
-def argument_differences(session: Session, posts: Mapping[int, Mapping[str, str]]) -> str:
+def differences(session: Session, posts: Mapping[int, Mapping[str, object]]) -> str:
     """Formats how arguments, by rank, differ, e.g. "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …";
     "" if all are equal."""
     functions = {post.get("function") for post in posts.values()}
@@ -310,21 +278,17 @@ def argument_differences(session: Session, posts: Mapping[int, Mapping[str, str]
     arguments = ["function"] if len(functions) > 1 else dict.fromkeys(argument for post in posts.values() for argument in post)
     found = []
     for argument in arguments:
-        values = {rank: post.get(argument, "no such argument") for rank, post in posts.items()}
-        if len(set(values.values())) > 1:
-            found.append(f"{argument}: {_sides(session, values)}")
-    prefix = f"{functions.pop()}: " if len(functions) == 1 and None not in functions else ""
+        holders: dict[str, list[int]] = {}
+        for rank, post in posts.items():
+            holders.setdefault(str(post.get(argument, "no such argument")), []).append(rank)
+        # values of the most ranks come first, so that the exceptions are at the end
+        sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
+        if len(sides) > 1:
+            texts = (f"{session.ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)
+            found.append(f"{argument}: {', '.join(texts)}")
+    function = functions.pop()
+    prefix = f"{function}: " if function is not None and not functions else ""
     return f"{prefix}ranks disagree on {'; on '.join(found)}" if found else ""
-
-
-def _sides(session: Session, values: Mapping[int, str]) -> str:
-    """Formats which ranks have which value."""
-    holders: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        holders.setdefault(value, []).append(rank)
-    # values of the most ranks come first, so that the exceptions are at the end
-    sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
-    return ", ".join(f"{session.ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)
 
 
 sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Session] = weakref.WeakKeyDictionary()
@@ -347,7 +311,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def session_of(members: Members, timeout: float) -> Session:
-    """Returns the group's session. At its first use all ranks must call this together; RingError if some have not within the timeout."""
+    """Returns the group's session, with this timeout from now on. At its first use all ranks must call this together; RingError if some
+    have not within the timeout."""
     assert members.group is not None, "one process has nobody to tell"
     session = sessions.get(members.group)
     if session is None:
@@ -357,6 +322,7 @@ def session_of(members: Members, timeout: float) -> Session:
         thread.start()
         # before the interpreter shuts down, when a daemon thread could only fail
         atexit.register(_stop, thread, stopping)
+    session.timeout = timeout
     return session
 
 
@@ -383,45 +349,41 @@ def _run(watched: weakref.ref[Session], stopping: threading.Event) -> None:
 def look(session: Session) -> None:
     """Ends what waits if the ranks make different calls, or an exchange on a GPU has stalled."""
     wire = session.wires.get("cuda")
-    if session.count != session.count_when_equal and dist.is_initialized():
+    if session.count > session.count_when_equal and dist.is_initialized():
         compare(session)
-    if session.failed is not None:
-        # on a CPU the thread that waits raises by itself; on a GPU nothing waits, though it has computed with wrong keys
-        thread = None
-        if wire is not None:
-            thread = wire.pending[-1].thread if wire.pending else threading.main_thread().ident
-        _end(session, thread, 0.0)
-    elif wire is not None and (stalled := wire.stalled()) is not None:
+    if session.failed is None and wire is not None and (stalled := wire.stalled()) is not None:
         exchange, trouble = stalled
         trouble = f": exchange {exchange.number} with {session.ranks_text(exchange.peers)} {trouble}"
-        session.fail_waiting(exchange.what, exchange.number, exchange.peers, trouble, wire.timeout, COLLECT)
-        _end(session, exchange.thread, OWN)
+        session.fail_waiting(exchange.what, exchange.number, exchange.peers, trouble)
+    if session.failed is not None:
+        _end(session)
 
 
-def _end(session: Session, thread: int | None, patience: float) -> None:
-    """Frees what waits, and makes a thread raise the group's error: ``thread``, if it has not by itself within ``patience`` seconds, and a
-    second later the main thread, too. None: a thread will raise by itself, as on a CPU."""
-    message, raised, began = str(session.failed), threading.Event(), time.monotonic()
-    _tell(message)
+def _end(session: Session) -> None:
+    """Frees what waits. On a CPU the thread that waits then raises by itself. On a GPU nothing may wait, though it has computed with wrong
+    keys: if none raises, the thread that issued the last exchange is made to, and a second later the main thread, too."""
+    began = time.monotonic()
+    _tell(f"{session.failed}")
     aborting = [aborter for wire in session.wires.values() for aborter in wire.abort()]
 
     def raise_it(self: RingError) -> None:
-        raised.set()
-        RingError.__init__(self, message)
+        session.has_raised = True
+        RingError.__init__(self, session.failed)
 
     # PyThreadState_SetAsyncExc takes a class, which Python calls without arguments, so this one contains the message
     kind = type("RingError", (RingError,), {"__init__": raise_it, "__module__": RingError.__module__})
-    if thread is not None:
+    if (wire := session.wires.get("cuda")) is not None:
+        main = threading.main_thread().ident
+        thread = wire.pending[-1].thread if wire.pending else main
         # from each deadline on these threads are made to raise; after the last one the process ends. An autograd thread that has nothing
         # more to do never raises, hence the main thread
-        steps = (patience, {thread}), (patience + 1, {thread, threading.main_thread().ident}), (GRACE, set[int]())
-        for deadline, threads in steps:
-            while not (has_raised := raised.is_set() or session.has_raised) and time.monotonic() - began < deadline:
-                raised.wait(0.05)
-            if has_raised:
+        for deadline, threads in (OWN, {thread}), (OWN + 1, {thread, main}), (GRACE, set[int]()):
+            while not session.has_raised and time.monotonic() - began < deadline:
+                time.sleep(0.05)
+            if session.has_raised:
                 break
             if not threads:
-                _tell(f"nothing raised within {GRACE:g} s of this error, so this process ends now: {message}")
+                _tell(f"nothing raised within {GRACE:g} s of this error, so this process ends now: {session.failed}")
                 os._exit(1)
             for thread_id in threads:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id or 0), ctypes.py_object(kind))
