@@ -95,18 +95,17 @@ class RingPass:
         self.setup = cached_setup((*place, *options, q.dtype, q.device, q.shape, k.shape), self._make_setup)
         keep_for_graph(self.setup, q.device.type)
         self.masks = Masks(None, 0 if seed is None else int(seed.item()))
-        self.is_moved = self.padding is None and self.bias is None and self.setup.sharding is None
 
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
         documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
         setup = make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
-        tensors, sharding = self.tensors, setup.sharding
+        tensors, rank = self.tensors, self.members.rank
         session = None if self.members.group is None else sessions.get(self.members.group)
-        if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or sharding is not None):
+        if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or setup.moves):
             # the ranks have yet to connect, which takes a while
-            if sharding is not None:
-                queries, keys = (sides[self.members.rank] for sides in sharding.used)
+            if setup.moves:
+                queries, keys = (side[rank] for side in setup.moves[1])
                 holdings = zip(tensors, (queries, keys, keys), strict=True)
                 tensors = tuple([x.new_empty((len(x), of.rows, of.heads[1] - of.heads[0], x.shape[3])) for x, of in holdings])
             needs_grad = self.call.settings.needs_grad
@@ -114,8 +113,7 @@ class RingPass:
         return setup
 
     def _move(self, what: str) -> None:
-        """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
-        self.is_moved = True
+        """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on."""
         (q, k, v), bias = self.tensors, self.bias
         if bias is not None:
             by_position = self.call.settings.bias == "position"
@@ -140,20 +138,17 @@ class RingPass:
 
     def _reshard(self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False) -> Tensors:
         """Regroups tensors of queries (``q``) and keys (``k``), named by the letters of ``which``, for the computation or back as given."""
-        sharding = self.setup.sharding
-        if sharding is None:
+        if self.setup.moves is None:
             return tuple(tensors)
-        given, used = ([sides["qk".index(letter)] for letter in which] for sides in (sharding.given, sharding.used))
-        old, new = (used, given) if back else (given, used)
+        old, new = ([side["qk".index(letter)] for letter in which] for side in self.setup.moves[:: -1 if back else 1])
         return tuple(reshard(tensors, old, new, self.members.rank, self._wire(), what, add=add))
 
     def forward(self) -> Pair:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
-        if not self.is_moved:
-            self._move("forward")
+        self._move("forward")
         setup = self.setup
         out, lse = run.forward(setup.terms, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
-        if setup.sharding is not None:
+        if setup.moves:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
         return out.contiguous(), lse.contiguous()
@@ -161,10 +156,9 @@ class RingPass:
     def backward(self, lse: torch.Tensor, dlse: MaybeTensor) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
         dout, out = self.of_backward
-        if not self.is_moved:
-            self._move("backward")
+        self._move("backward")
         setup = self.setup
-        if setup.sharding is not None:
+        if setup.moves:
             if dlse is None and self.ring.lse_grad:
                 # other ranks may have a gradient of lse, and all must send the same
                 dlse = torch.zeros_like(lse)
@@ -174,9 +168,9 @@ class RingPass:
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
         wire, rest = self._wire() if setup.exchanges else None, (dout, out, lse, dlse)
         dq, dk, dv = run.backward(setup.terms, setup.steps, self.masks, self.tensors, rest, wire)
-        if setup.sharding is not None:
+        if setup.moves:
             # ranks that share a key/value head each have a contribution to its gradient
-            shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size
+            shared = setup.by_heads and self.num_kv_heads < self.members.size
             (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
             dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
         return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))

@@ -8,33 +8,60 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dilated_attention.distributed.sharding.layout import joined
+from dilated_attention.engine.blocks.lists import block_lists, building_device
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
-P = TypeVar("P", DilatedPattern, BlockPattern)
+_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class ShardedProblem(Generic[P]):
-    """What is computed, and which rank holds what; equal on all ranks. ``documents``: (start, end) of each, which partition the sequence;
-    ``shards``: each rank's position ranges in the order of its rows, ascending for a block pattern; ``window``: of dense attention."""
+class KeptBlocks(NamedTuple):
+    """Which key blocks the ranks need. ``edges``: (C + 1,) the positions at which the key blocks of all documents begin, and N; ``kept``:
+    bool (W, K or 1, C + 2), whether a rank needs a key block for a key/value head (1 for all), with a False on either side; ``pairs``: the
+    most query-key pairs of blocks that a rank computes, over all heads; ``digest``: hash of the lists, if patterns cannot be compared."""
 
-    pattern: P
+    edges: np.ndarray
+    kept: np.ndarray
+    pairs: float
+    digest: str
+
+    def runs(self, rank: int, kv_heads: tuple[int, int | None] = (0, None)) -> list[Range]:
+        """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads or for all."""
+        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else np.logical_or.reduce(self.kept[rank, slice(*kv_heads)])
+        ends = self.edges[kept[1:] != kept[:-1]].tolist()
+        return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class RingProblem:
+    """What is computed, and which rank holds what; equal on all ranks. ``pattern``: dilated or dense attention, or None; ``documents``:
+    (start, end) of each, which partition the sequence; ``shards``: each rank's position ranges in the order of its rows, ascending where
+    there are blocks; ``window``: of dense attention; ``blocks``: a block pattern, alone or beside ``pattern``; ``device``: where its lists
+    are made."""
+
+    pattern: DilatedPattern | None
     documents: tuple[Range, ...]
     shards: tuple[tuple[Range, ...], ...]
     num_heads: int
     num_kv_heads: int
     is_causal: bool
     window: tuple[int | None, int | None] | None = None
+    blocks: BlockPattern | None = None
+    device: torch.device = _CPU
+    _needed: dict[tuple[int, Range], Needed] = field(default_factory=dict, init=False)
 
     @property
     def size(self) -> int:
@@ -44,9 +71,67 @@ class ShardedProblem(Generic[P]):
     def seq_len(self) -> int:
         return self.documents[-1][1] if self.documents else 0
 
+    @property
+    def pairs(self) -> float:
+        """Query-key pairs of a rank: of dilated or dense attention the mean, of blocks the most."""
+        pairs = 0.0 if self.blocks is None else self.kept.pairs
+        if self.pattern is not None:
+            lengths = (end - start for start, end in self.documents)
+            pairs += sum(self.pattern.pairs(length, self.num_heads, is_causal=self.is_causal) for length in lengths) / self.size
+        return pairs
 
-RingProblem = ShardedProblem[DilatedPattern]
-RingBlockProblem = ShardedProblem[BlockPattern]
+    @property
+    def heads_alike(self) -> bool:
+        """Whether all key/value heads need the same rows."""
+        return self.needed(0).heads == 1 and (self.blocks is None or self.kept.kept.shape[1] == 1)
+
+    def needed(self, rank: int, kv_heads: Range | None = None) -> Needed:
+        """Returns the keys of other ranks that a rank needs, for key/value heads [first, last) or all of them."""
+        key = rank, kv_heads or (0, self.num_kv_heads)
+        if key not in self._needed:
+            self._needed[key] = _needed_keys(self, *key)
+        return self._needed[key]
+
+    def lists_of(self, document: Range) -> BlockLists:
+        """Returns the lists of a whole document, on the device or, where they are short, on the host: ranks choose their rows from them."""
+        assert self.blocks is not None
+        length = document[1] - document[0]
+        where = building_device(self.blocks, length, length, self.num_heads, self.device)
+        return block_lists(self.blocks, length, self.num_heads, is_causal=self.is_causal, device=where)
+
+    def query_blocks(self, rank: int, document: Range) -> tuple[Range, ...]:
+        """Returns the runs of query blocks of a document of which a rank holds rows, ascending and apart."""
+        assert self.blocks is not None
+        (start, end), block = document, self.blocks.q_block
+        inside = [(max(low, start) - start, min(high, end) - start) for low, high in self.shards[rank]]
+        return joined((low // block, -(-high // block)) for low, high in inside if low < high)
+
+    @functools.cached_property
+    @torch.no_grad()
+    def kept(self) -> KeptBlocks:
+        """Which key blocks all ranks need, from the lists of all."""
+        pattern, ratio, documents = self.blocks, self.num_heads // self.num_kv_heads, self.documents
+        assert pattern is not None
+        # a pattern that is given by a density may differ between heads at one length but not at another
+        per_head = any(pattern.at(end - start).per_head for start, end in documents)
+        edges = np.concatenate([*(np.arange(*document, pattern.k_block) for document in documents), [self.seq_len]])
+        kept = np.zeros((self.size, self.num_kv_heads if per_head else 1, len(edges) + 1), dtype=bool)
+        blocks, digest, before = [0.0] * self.size, hashlib.sha256() if pattern.lives_here else None, 1
+        for document in documents:
+            lists = self.lists_of(document)
+            starts, column = lists.row_starts.tolist(), before + lists.columns.cpu().numpy()
+            before += lists.num_columns
+            for rank in range(self.size):
+                # a run's blocks of one head lie side by side
+                for group, (low, high) in itertools.product(range(lists.num_heads), self.query_blocks(rank, document)):
+                    first, last = starts[group * lists.num_rows + low], starts[group * lists.num_rows + high]
+                    kept[rank, group // ratio if lists.num_heads > 1 else slice(None), column[first:last]] = True
+                    blocks[rank] += (last - first) * self.num_heads / lists.num_heads
+            if digest is not None:
+                for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
+                    digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
+        pairs = max(blocks) * pattern.q_block * pattern.k_block
+        return KeptBlocks(edges, kept, pairs, "" if digest is None else digest.hexdigest()[:16])
 
 
 class Piece(NamedTuple):
@@ -184,16 +269,12 @@ def minus(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
     return found
 
 
-def heads_alike(pattern: DilatedPattern, num_heads: int) -> bool:
-    """Whether all heads take the same positions."""
-    return all(len(set(row)) == 1 for row in pattern.offsets(num_heads))
-
-
 @functools.lru_cache(maxsize=256)
 def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes | None, ...]]:
     """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch the
     bytes of bool (rate, heads): which of r neighbours a head takes, None for all of them."""
-    offsets, alike = pattern.offsets(num_heads), heads_alike(pattern, num_heads)
+    offsets = pattern.offsets(num_heads)
+    alike = all(len(set(row)) == 1 for row in offsets)
     group = num_heads if alike else num_heads // num_kv_heads
     first, last = (0, 1) if alike else kv_heads
     found = []
@@ -206,20 +287,16 @@ def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads:
     return last - first, tuple(found)
 
 
-def wanted_keys(problem: RingProblem, rank: int, kv_heads: Range) -> tuple[list[Wanted], int]:
-    """Returns what a rank's queries may see for the key/value heads [first, last), and how many heads that counts: 1 if all are alike."""
-    heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
-    wanted = []
-    for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
-        if some is None or any(some):
-            wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, problem.shards[rank])]
-    return wanted, heads
-
-
-def needed_keys(problem: RingProblem, rank: int, kv_heads: Range | None = None) -> Needed:
-    """Returns the keys of other ranks that this rank needs, for key/value heads [first, last) or all of them."""
-    wanted, heads = wanted_keys(problem, rank, kv_heads or (0, problem.num_kv_heads))
-    return union(wanted, problem.shards[rank], heads)
+def _needed_keys(problem: RingProblem, rank: int, kv_heads: Range) -> Needed:
+    wanted, heads, shard = list[Wanted](), 1, problem.shards[rank]
+    if problem.pattern is not None:
+        heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
+        for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
+            if some is None or any(some):
+                wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, shard)]
+    if problem.blocks is not None:
+        wanted += [Wanted(*run) for run in problem.kept.runs(rank, kv_heads)]
+    return union(wanted, shard, heads)
 
 
 def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
@@ -263,13 +340,9 @@ def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterat
 def _segment(documents: tuple[Range, ...], length: int, position: int) -> Range:
     """Returns the segment of a branch that holds a position, cut at the end of its document."""
     # the last document that starts at the position or before; one without positions ends where the next one starts
-    start, end = documents[bisect.bisect_right(documents, position, key=_start) - 1]
+    start, end = documents[bisect.bisect_right(documents, position, key=itemgetter(0)) - 1]
     first = start + (position - start) // length * length
     return first, min(first + length, end)
-
-
-def _start(document: Range) -> int:
-    return document[0]
 
 
 @dataclass(frozen=True)
@@ -283,49 +356,34 @@ class KeySpan:
     def seen_by(self, queries: Range, is_causal: bool) -> KeySpan:
         """Returns the span of the documents that the queries lie in, where causal without the keys behind the last query."""
         low, high = (position - self.start for position in queries)
-        first = bisect.bisect_right(self.documents, low, key=_start) - 1
-        documents = self.documents[first : bisect.bisect_left(self.documents, high, key=_start)]
+        first = bisect.bisect_right(self.documents, low, key=itemgetter(0)) - 1
+        documents = self.documents[first : bisect.bisect_left(self.documents, high, key=itemgetter(0))]
         start, end = documents[0][0], high if is_causal else documents[-1][1]
         return KeySpan(self.start + start, self.start + end, tuple((a - start, min(b, end) - start) for a, b in documents))
 
 
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
-    """Returns a short range that holds a rank's own and needed keys and on which the pattern is the same as on the whole sequence."""
-    own = [span for span in problem.shards[rank] if span[0] < span[1]]
-    if not own:
+    """Returns a short range that holds a rank's own and needed keys, in which segments and blocks are counted as in the whole sequence."""
+    own = [run for run in problem.shards[rank] if run[0] < run[1]]
+    pattern, block, reach = problem.pattern, 1, list(own)
+    if pattern is not None:
+        # what the first and the last query of a range see reaches farther than what those between them do
+        reach += [keys for length in pattern.segment_lengths for run in own for _, keys in segments_across(problem, length, run)]
+    if problem.blocks is not None:
+        reach, block = reach + problem.kept.runs(rank), problem.blocks.k_block
+    if not reach:
         return KeySpan(0, 0, ())
-    # what the first and the last query of a range see reaches farther than what those between them do
-    reach = [
-        *own,
-        *(keys for length in problem.pattern.segment_lengths for run in own for _, keys in segments_across(problem, length, run)),
-    ]
     low, high = min(a for a, _ in reach), max(b for _, b in reach)
     documents = [(a, b) for a, b in problem.documents if a < high and b > low]
-    if problem.pattern.tail != "mask" and not problem.is_causal:
-        # the number of zero keys of a segment depends on what comes after it
-        high = documents[-1][1]
-    if len(documents) > 1 or not _begins_alike(problem.pattern, documents[0][0], (low, high)):
-        low = documents[0][0]
+    (start, _), (last, end) = documents[0], documents[-1]
+    high, step = min(end, high + (last - high) % block), block
+    if pattern is not None:
+        if pattern.tail != "mask" and not problem.is_causal:
+            # the number of zero keys of a segment depends on what comes after it
+            high = end
+        # a segment that holds the whole span need not begin with it, but its offsets must be the same
+        step = math.lcm(block, *(length if length < high - start else rate for length, rate in pattern.branches))
+        if len(documents) > 1 or pattern.tail != "mask":
+            step = high
+    low -= (low - start) % step
     return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in documents))
-
-
-def _begins_alike(pattern: DilatedPattern, start: int, span: Range) -> bool:
-    """Whether the pattern of a document that begins at ``start`` is the same when it is counted from the span's first position: every
-    branch begins a segment there, or has the whole span in one segment and takes its positions at the same offsets."""
-    low, high = span[0] - start, span[1] - start
-    if pattern.tail != "mask" and low:
-        return False
-    return all(
-        low % length == 0 or (low // length == (high - 1) // length and low % length % rate == 0) for length, rate in pattern.branches
-    )
-
-
-def aligned_span(problem: RingProblem, span: Range, block: int) -> Range:
-    """Returns the span with an earlier start, from which branches and blocks of ``block`` positions are counted as in the document."""
-    low, high = span
-    start, end = next((start, end) for start, end in problem.documents if start <= low < end)
-    if high > end or problem.pattern.tail != "mask":
-        return start, high
-    # a segment that holds the whole span need not begin with it, but its offsets must be the same
-    step = math.lcm(block, *(length if length < high - start else rate for length, rate in problem.pattern.branches))
-    return low - (low - start) % step, high

@@ -4,41 +4,21 @@ waits for a GPU."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from dilated_attention.backends.hardware import detect
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.exchange.blocks import (
-    BlockPart,
-    NeededBlocks,
-    block_parts,
-    block_span,
-    check_backends,
-    held_documents,
-    memory_of,
-    needed_blocks,
-    needs_of,
-)
-from dilated_attention.distributed.exchange.plan import (
-    Needed,
-    RingBlockProblem,
-    RingProblem,
-    ShardedProblem,
-    heads_alike,
-    key_span,
-    needed_keys,
-)
-from dilated_attention.distributed.exchange.run import Part, SparseRows, Tensors, Term, parts_of
+from dilated_attention.distributed.exchange.blocks import BlockPart, block_parts, held_documents
+from dilated_attention.distributed.exchange.plan import RingProblem, key_span
+from dilated_attention.distributed.exchange.run import Part, SparseRows, Tensors, Term, dry_run, parts_of
 from dilated_attention.distributed.exchange.step import Step, make_step
-from dilated_attention.distributed.sharding.layout import ShardSpec, joined, spans
+from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, Span, joined, spans
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
@@ -63,16 +43,12 @@ SMALL_BYTES = 2**27
 
 
 def steps_of(
-    kind: str, problem: ShardedProblem[Any], needed_of: Callable[..., Needed], held_rows: int, pairs: float, sizes: tuple[int, int, int],
-    memory: int, *, needs_grad: bool, forced: int = 0,
-) -> tuple[int, ...]:  # fmt: skip
-    """Returns the number of key/value heads of each step. All ranks must come to the same answer.
+    kind: str, problem: RingProblem, sizes: tuple[int, int, int], memory: int, *, needs_grad: bool, forced: int = 0
+) -> list[Range]:
+    """Returns the key/value heads [first, last) of each step. All ranks must come to the same answer.
 
     Args:
         kind: a key of ``HOST_SECONDS``; calls of another kind take several steps only to save memory.
-        needed_of: what a rank needs for some key/value heads, ``needed_keys`` or ``needed_blocks``.
-        held_rows: the most positions whose keys a rank has in memory.
-        pairs: query-key pairs of a rank.
         sizes: batch, head dim and bytes of an element.
         memory: bytes of memory of a device.
         forced: the number of steps that the caller asks for; 0 for any.
@@ -81,42 +57,26 @@ def steps_of(
     # bytes of K and V at a position, of all heads
     row_bytes = 2 * batch * head_dim * itemsize * kv_heads
     # of the keys that a rank would hold at once, in training with their gradients
-    held, limit = held_rows * row_bytes * (1 + needs_grad), max(1.0, MEMORY_SHARE * memory)
-    count = math.ceil(2 * held / limit) if held > limit else 1
+    held, limit, count = problem.seq_len * row_bytes * (1 + needs_grad), max(1.0, MEMORY_SHARE * memory), 1
+    if held > limit:
+        if problem.blocks is not None:
+            most = [key_span(problem, rank) for rank in range(problem.size)]
+            held = max(span.end - span.start for span in most) * row_bytes * (1 + needs_grad)
+        count = math.ceil(2 * held / limit) if held > limit else 1
     if kind in HOST_SECONDS and not forced:
         # where heads need different positions, the mean over heads
-        needed = (needed_of(rank, kv_heads=(0, kv_heads)) for rank in range(problem.size))
+        needed = (problem.needed(rank) for rank in range(problem.size))
         brought = max(x.count([(0, problem.seq_len)]) / x.heads for x in needed) * row_bytes
-        seconds = 4 * batch * head_dim * pairs / FLOPS_PER_SECOND
+        seconds = 4 * batch * head_dim * problem.pairs / FLOPS_PER_SECOND
         if brought / BYTES_PER_SECOND > STEP_SHARE * seconds:
             count = max(count, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
-    return even_steps(kv_heads, forced or count)
+    return list(itertools.pairwise(itertools.accumulate(even_steps(kv_heads, forced or count), initial=0)))
 
 
 def even_steps(heads: int, steps: int) -> tuple[int, ...]:
     """Splits the heads into this many steps, the larger ones first; no step is empty."""
     size, larger = divmod(heads, min(steps, heads))
     return tuple(size + (index < larger) for index in range(min(steps, heads)))
-
-
-def heads_of(steps: tuple[int, ...]) -> Iterator[Range]:
-    """Yields the key/value heads [first, last) of each step."""
-    return itertools.pairwise(itertools.accumulate(steps, initial=0))
-
-
-def mean_pairs(problem: RingProblem) -> float:
-    """Returns the query-key pairs of dilated or dense attention, as a mean over ranks."""
-    lengths = (end - start for start, end in problem.documents)
-    return sum(problem.pattern.pairs(length, problem.num_heads, is_causal=problem.is_causal) for length in lengths) / problem.size
-
-
-def block_pairs(problem: RingBlockProblem, needs: NeededBlocks) -> float:
-    return needs.blocks * problem.pattern.q_block * problem.pattern.k_block
-
-
-def held_blocks(problem: RingBlockProblem, needs: NeededBlocks) -> int:
-    """Returns the most positions whose keys a rank has in memory."""
-    return max(end - start for start, end in (block_span(problem, needs, rank) for rank in range(problem.size)))
 
 
 def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:
@@ -140,48 +100,28 @@ def exchange_of(name: str, layout: str, size: int, num_heads: int, num_kv_heads:
     return "all_to_all" if uneven and why_no_heads(num_heads, num_kv_heads, size, "all") is None else "all_gather"
 
 
-@dataclass(frozen=True)
-class ShardingPlan:
-    """What each rank holds, before and during the computation.
-
-    Attributes:
-        given: rows and heads in the caller's layout: (of the queries, rank by rank; of the keys, rank by rank).
-        used: the same during the computation.
-        by_heads: each rank computes some heads of the whole sequence, so no keys are exchanged.
-    """
-
-    given: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
-    used: tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]
-    by_heads: bool
-
-    def ranges(self, rank: int) -> tuple[Range, ...]:
-        """Returns the position ranges of a rank's rows during the computation."""
-        return tuple((start, stop) for start, stop, _ in self.used[0][rank].spans)
+def shards_of(seq_len: int, size: int, layout: str, *, is_causal: bool) -> tuple[Runs, ...]:
+    """Returns the position ranges of each rank's rows during the computation. Striped rows are no ranges, which it needs, so they are moved
+    into another layout first."""
+    layout = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
+    # adjacent ranges become one
+    return tuple(joined((start, stop) for start, stop, _ in spans(seq_len, rank, size, layout)) for rank in range(size))
 
 
-def make_sharding_plan(
-    seq_len: int, size: int, layout: str, exchange: str, num_heads: int, num_kv_heads: int, is_causal: bool
-) -> ShardingPlan:
-    """Returns the sharding plan of ``exchange`` ``"all_gather"`` or ``"all_to_all"``."""
+# of the queries and of the keys, rank by rank
+Holdings = tuple[list[ShardSpec], list[ShardSpec]]
 
-    @functools.cache
-    def holdings(layout: str, by_heads: bool) -> tuple[tuple[ShardSpec, ...], tuple[ShardSpec, ...]]:
-        queries, keys, heads_per_kv_head = [], [], num_heads // num_kv_heads
-        for rank in range(size):
-            rows = ((0, seq_len, 1),) if by_heads else spans(seq_len, rank, size, layout)
-            if layout != "striped":
-                # adjacent ranges become one
-                rows = tuple((start, stop, 1) for start, stop in joined((start, stop) for start, stop, _ in rows))
-            first, last = (num_heads // size * rank, num_heads // size * (rank + 1)) if by_heads else (0, num_heads)
-            queries.append(ShardSpec(rows, (first, last)))
-            keys.append(ShardSpec(rows, (first // heads_per_kv_head, -(-last // heads_per_kv_head))))
-        return tuple(queries), tuple(keys)
 
-    by_heads = exchange == "all_to_all"
+def holdings(rows: Sequence[tuple[Span, ...]], num_heads: int, num_kv_heads: int, *, by_heads: bool) -> Holdings:
+    """Returns which rows and heads each rank holds. ``by_heads``: each has some heads, else all."""
+    size, group = len(rows), num_heads // num_kv_heads
     assert not by_heads or num_heads % size == 0, "some heads would belong to no rank"
-    # striped rows are no ranges, which the computation needs, so they are moved into another layout first
-    computed = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
-    return ShardingPlan(holdings(layout, False), holdings(computed, by_heads), by_heads)
+    each = num_heads // size
+    heads = [(each * rank, each * (rank + 1)) if by_heads else (0, num_heads) for rank in range(size)]
+    return (
+        [ShardSpec(of_rank, one) for of_rank, one in zip(rows, heads, strict=True)],
+        [ShardSpec(of_rank, (first // group, -(-last // group))) for of_rank, (first, last) in zip(rows, heads, strict=True)],
+    )
 
 
 @dataclass(frozen=True)
@@ -211,9 +151,9 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     """Returns how a call is separated; None if it is not: all branches stay within ranks or all cross them, those that cross have no common
     g > 1, or a rank's keys and values, of ``row_bytes`` a position, have fewer than SMALL_BYTES."""
     pattern, H = problem.pattern, problem.num_heads
-    if problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
+    if pattern is None or problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
         return None
-    if pattern.branch_heads != "all" or len(problem.documents) != 1 or problem.window:
+    if pattern.branch_heads != "all" or problem.blocks is not None or len(problem.documents) != 1 or problem.window:
         return None
     if pattern.tail != "mask" and not problem.is_causal:
         return None
@@ -255,15 +195,17 @@ class RingSetup:
         nbytes: bytes of its tables and lists.
         exchanges: whether any rank sends keys; the same on all ranks.
         terms: what a pass computes, see ``run.py``.
-        sharding: which rows and heads each rank has; None if these are the same before and during the computation.
-        digest: see ``NeededBlocks``.
+        moves: what each rank holds before and after the computation, and during it; None if that is the same.
+        by_heads: each rank computes some heads of the whole sequence, so no keys are exchanged.
+        digest: see ``KeptBlocks``.
     """
 
     steps: tuple[Step, ...]
     nbytes: int
     exchanges: bool
     terms: tuple[Term, ...]
-    sharding: ShardingPlan | None = None
+    moves: tuple[Holdings, Holdings] | None = None
+    by_heads: bool = False
     digest: str = ""
 
 
@@ -297,90 +239,77 @@ def make_setup(
     """Makes the setup of calls like this one; raises BackendUnavailable if this rank has no kernels for blocks of some pass."""
     # 1. which rows and heads each rank holds while it computes
     q, k, _ = tensors
-    me, size, device, num_heads = members.rank, members.size, k.device, q.shape[2]
+    me, size, device, N = members.rank, members.size, k.device, ring.seq_len
+    (B, _, H, D), Hk = q.shape, k.shape[2]
     blocks, pattern = pattern_from_spec(settings.blocks) if settings.blocks else None, settings.pattern if settings.branches else None
-    is_dense = blocks is None and pattern is not None and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= ring.seq_len
-    exchange = exchange_of(ring.exchange, ring.layout, size, num_heads, k.shape[2], is_dense=is_dense, is_causal=settings.is_causal)
-    sharding = make_sharding_plan(ring.seq_len, size, ring.layout, exchange, num_heads, k.shape[2], settings.is_causal)
-    queries, keys = (sides[me] for sides in sharding.used)
-    first, last = queries.heads
-    (B, _, _, D), kv_heads = k.shape, keys.heads[1] - keys.heads[0]
-    # has the shape of this rank's queries while it computes, but takes no memory
-    q_like = q.new_empty((1, 1, 1, 1)).expand(B, queries.rows, last - first, D)
+    is_dense = blocks is None and pattern is not None and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= N
+    exchange = exchange_of(ring.exchange, ring.layout, size, H, Hk, is_dense=is_dense, is_causal=settings.is_causal)
+    by_heads, moves, first, last, kv_heads = exchange == "all_to_all", None, 0, H, Hk
     # with ``by_heads`` a rank needs no other, so the problem is one of a single rank. Nothing here may hold the group: a setup outlives
     # groups, and another group may get the same name
-    ranks, own_index = ((me,), 0) if sharding.by_heads else (range(size), me)
-    shards = tuple(sharding.ranges(rank) for rank in ranks)
-    common: dict[str, Any] = {"documents": documents, "shards": shards, "num_heads": last - first, "num_kv_heads": kv_heads}
-    problem: RingProblem | None = None
-    if pattern is not None:
-        pattern = pattern.with_heads(first, last, num_heads) if pattern.branch_heads == "all" else pattern
-        problem = RingProblem(pattern, is_causal=settings.is_causal, window=settings.window_sides, **common)
-    # 2. which keys each rank needs, which span of keys this rank holds, and how many heads a step brings
-    terms, sparse_rows = list[Term](), None
-    device_bytes, row_bytes = device_memory(device), 2 * B * D * k.element_size() * kv_heads
+    shards: tuple[Runs, ...] = (((0, N),),) if by_heads else shards_of(N, size, ring.layout, is_causal=settings.is_causal)
+    own_index, is_shared = (0, False) if by_heads else (me, size > 1)
+    if size > 1 and (by_heads or ring.layout == "striped"):
+        given = holdings([spans(N, rank, size, ring.layout) for rank in range(size)], H, Hk, by_heads=False)
+        rows = [tuple((start, stop, 1) for start, stop in runs) for runs in (shards * size if by_heads else shards)]
+        moves = given, holdings(rows, H, Hk, by_heads=by_heads)
+        (first, last), (low, high) = (side[me].heads for side in moves[1])
+        kv_heads = high - low
+    # has the shape of this rank's queries while it computes, but takes no memory
+    q_like = q.new_empty((1, 1, 1, 1)).expand(B, sum(end - start for start, end in shards[own_index]), last - first, D)
+    if pattern is not None and pattern.branch_heads == "all":
+        pattern = pattern.with_heads(first, last, H)
+    problem = RingProblem(
+        pattern, documents, shards, last - first, kv_heads, settings.is_causal,
+        None if pattern is None else settings.window_sides, blocks, device,
+    )  # fmt: skip
+    # 2. which branches are computed apart, which span of keys this rank holds, and how many heads a step brings
+    terms, sparse_rows, row_bytes = list[Term](), None, 2 * B * D * k.element_size() * kv_heads
+    # masks and dropout count all positions, and detached mixing needs the outputs of all branches
+    may_separate = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
+    if is_shared and may_separate and (crossing := crossing_of(problem, row_bytes)) is not None:
+        home = parts_of(replace(problem, pattern=crossing.home, window=None), settings, (0, last - first), own_index, None, first)
+        terms, problem = [Term((home,), q_like)], crossing.problem
+        sparse_rows = SparseRows(crossing.step, (crossing.offsets, crossing.kv_offsets), q_like.shape[1], device)
+        q_like = q_like[:, :: crossing.step]
+    span, steps_of_heads = key_span(problem, own_index), [(0, kv_heads)]
     # heads that run different branches are not divided into steps
-    may_divide = len(ranks) > 1 and (pattern is None or pattern.branch_heads == "all")
-    steps_of_heads: tuple[int, ...] = (kv_heads,)
-    same_rows = pattern is None or heads_alike(pattern, last - first)
-    if blocks is not None:
-        block_problem = RingBlockProblem(blocks, is_causal=settings.is_causal, **common)
-        needs = needs_of(block_problem, device)
-        needed_of: Callable[..., Needed] = functools.cache(functools.partial(needed_blocks, block_problem, needs, branches=problem))
-        span = memory_of(block_problem, needs, own_index, problem)
-        documents_held = held_documents(block_problem, own_index, span, settings, device)
-        same_rows = same_rows and needs.kept.shape[1] == 1
-        kind, held_rows = "blocks", held_blocks(block_problem, needs)
-        pairs = block_pairs(block_problem, needs) + (0 if problem is None else mean_pairs(problem))
-    else:
-        assert problem is not None and pattern is not None
-        documents_held = list[BlockPart]()
-        # masks and dropout count all positions, and detached mixing needs the outputs of all branches
-        may_separate = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
-        crossing = crossing_of(problem, row_bytes) if may_separate and len(ranks) > 1 else None
-        if crossing is not None:
-            at_home = replace(problem, pattern=crossing.home, window=None)
-            home = parts_of(at_home, settings, (0, last - first), own_index, None, first)
-            terms, problem = [Term((home,), q_like, is_home=True)], crossing.problem
-            sparse_rows = SparseRows(crossing.step, (crossing.offsets, crossing.kv_offsets), q_like.shape[1], device)
-            q_like = q_like[:, :: crossing.step]
-        needed_of, span = functools.cache(functools.partial(needed_keys, problem)), key_span(problem, own_index)
-        kind, held_rows, pairs = "dense" if is_dense else "dilated", problem.seq_len, mean_pairs(problem) if is_dense else 0
-    if may_divide:
-        steps_of_heads = steps_of(
-            kind, problem or block_problem, needed_of, held_rows, pairs, (B, D, k.element_size()), device_bytes,
-            needs_grad=settings.needs_grad, forced=ring.head_steps,
-        )  # fmt: skip
+    if is_shared and (pattern is None or pattern.branch_heads == "all"):
+        kind, sizes = "dense" if is_dense else "dilated" if blocks is None else "blocks", (B, D, k.element_size())
+        memory = device_memory(device)
+        steps_of_heads = steps_of(kind, problem, sizes, memory, needs_grad=settings.needs_grad, forced=ring.head_steps)
+    same_rows = len(steps_of_heads) > 1 and problem.heads_alike and not settings.dropout_p
+    documents_held = [] if blocks is None else held_documents(problem, own_index, span, settings, device)
     # 3. what each step brings, and what is computed with it
     steps, branch_parts, listed_parts, exchanges = list[Step](), list[tuple[Part, ...]](), list[tuple[BlockPart, ...]](), False
-    for index, step_heads in enumerate(heads_of(steps_of_heads)):
-        needed = functools.partial(needed_of, kv_heads=step_heads)
-        what = f"heads {index + 1} of {len(steps_of_heads)}"
-        query_heads = step_heads[0] * (last - first) // kv_heads, step_heads[1] * (last - first) // kv_heads
-        if steps and same_rows and steps_of_heads[index] == steps_of_heads[0] and not settings.dropout_p:
+    for index, (low, high) in enumerate(steps_of_heads):
+        what, heads = f"heads {index + 1} of {len(steps_of_heads)}", (low * (last - first) // kv_heads, high * (last - first) // kv_heads)
+        if steps and same_rows and high - low == steps[0].num_kv_heads:
             # this step is the same rows of as many other heads, so it shares all that the first step has, even the plans of its parts
-            steps.append(replace(steps[0], what=what, kv_heads=step_heads))
-            branch_parts.append(tuple([replace(part, heads=query_heads) for part in branch_parts[0]]))
-            listed_parts.append(tuple([replace(part, heads=query_heads) for part in listed_parts[0]]))
+            steps.append(replace(steps[0], what=what, kv_heads=(low, high)))
+            branch_parts.append(tuple([replace(part, heads=heads) for part in branch_parts[0]]))
+            listed_parts.append(tuple([replace(part, heads=heads) for part in listed_parts[0]]))
             continue
-        steps.append(
-            make_step(shards if problem is None else problem.shards, own_index, needed, step_heads, (span.start, span.end), what, device)
-        )
-        branch_parts.append(() if problem is None else parts_of(problem, settings, query_heads, own_index, span, first))
-        listed_parts.append(() if blocks is None else block_parts(documents_held, query_heads, device))
-        exchanges = exchanges or (len(ranks) > 1 and any(needed(rank).pieces for rank in ranks))
-        for part in listed_parts[-1]:
-            check_backends(part, steps[-1], tensors[0], tensors[1], padding is not None)
-    if problem is not None:
+        steps.append(make_step(problem, own_index, (low, high), span, what, device))
+        branch_parts.append(() if pattern is None else parts_of(problem, settings, heads, own_index, span, first))
+        listed_parts.append(block_parts(documents_held, heads, device))
+        exchanges = exchanges or (is_shared and any(problem.needed(rank, (low, high)).pieces for rank in range(size)))
+    if pattern is not None:
         terms.append(Term(branch_parts, q_like, steps, sparse_rows))
     if blocks is not None:
         terms.append(Term(listed_parts, q_like, steps))
+        # before any rank sends anything; raises BackendUnavailable if this rank has no kernels for some pass
+        for part, (q_part, k_part, _) in dry_run(terms[-1:], steps, tensors):
+            assert isinstance(part, BlockPart)
+            for is_backward in (False, True) if settings.needs_grad else (False,):
+                part.backend(q_part, k_part, padding is not None, is_backward)
     lists = {id(part.lists): part.lists.nbytes for parts in listed_parts for part in parts}
     return RingSetup(
         steps=tuple(steps),
         nbytes=sum({id(step.sources): step.nbytes for step in steps}.values()) + sum(lists.values()),
         exchanges=exchanges,
         terms=tuple(terms),
-        sharding=None if sharding.given == sharding.used else sharding,
-        digest="" if blocks is None else needs.digest,
+        moves=moves,
+        by_heads=by_heads,
+        digest="" if blocks is None else problem.kept.digest,
     )

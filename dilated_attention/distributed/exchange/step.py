@@ -4,7 +4,7 @@ form from what all ranks know."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels
-from dilated_attention.distributed.exchange.plan import Needed
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
 from dilated_attention.engine.branches.problems import Range
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -105,34 +105,22 @@ class Step:
         return x if self.num_kv_heads == x.shape[2] else x[:, :, slice(*self.kv_heads)]
 
 
-def make_step(
-    shards: Sequence[Sequence[Range]],
-    rank: int,
-    needed: Callable[[int], Needed],
-    kv_heads: Range,
-    span: Range,
-    what: str,
-    device: torch.device,
-) -> Step:
-    """Plans a step whose memory rows are the positions of ``span``.
-
-    Args:
-        needed: what a rank needs for the step's heads.
-    """
-    shard, wanted = shards[rank], needed(rank)
+def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, what: str, device: torch.device) -> Step:
+    """Plans a step whose memory rows are the positions of ``span``."""
+    shard, wanted = problem.shards[rank], problem.needed(rank, kv_heads)
     # where heads need different rows, each row of a head is a line of its own
-    each, rows = wanted.heads, span[1] - span[0]
+    each, rows = wanted.heads, span.end - span.start
 
     def moved(lines: range | np.ndarray, by: int) -> range | np.ndarray:
         return range(lines.start + by * each, lines.stop + by * each) if isinstance(lines, range) else lines + by * each
 
     stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
-    own = tuple((row, start - span[0], end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
-    send, place = (list[list[Any]]([] for _ in shards) for _ in range(2))
-    for peer, held in enumerate(shards):
+    own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
+    send, place = (list[list[Any]]([] for _ in problem.shards) for _ in range(2))
+    for peer, held in enumerate(problem.shards):
         if peer != rank:
-            send[peer] = [moved(some, stacked[run] - shard[run][0]) for run, some in needed(peer).rows(shard)]
-            place[peer] = [moved(some, -span[0]) for _, some in wanted.rows(held)]
+            send[peer] = [moved(some, stacked[run] - shard[run][0]) for run, some in problem.needed(peer, kv_heads).rows(shard)]
+            place[peer] = [moved(some, -span.start) for _, some in wanted.rows(held)]
     own_lines = numbers_of(range(at * each, (at + count) * each) for _, at, count in own)
     sent, arrives = (numbers_of(itertools.chain(*by_peer)) for by_peer in (send, place))
     lines, arrived = len(own_lines), len(arrives)
