@@ -213,28 +213,27 @@ _LONGEST_PERIOD = 2**24
 
 def union(wanted: Sequence[Wanted], own: Sequence[Range], heads: int) -> Needed:
     """Returns what is needed for any of ``wanted`` and is not the rank's own."""
-    whole = minus(joined(sorted((x.low, x.high) for x in wanted if x.taken is None)), own)
-    waiting = sorted((x for x in wanted if x.taken is not None), key=lambda x: x.low, reverse=True)
-    edges = sorted({edge for x in waiting for edge in (x.low, x.high)})
-    pieces, active, taken_up = [Piece(*run) for run in whole], list[Wanted](), joined(sorted([*whole, *own]))
-    for edge, following in itertools.pairwise(edges):
-        active = [x for x in active if x.high > edge]
-        while waiting and waiting[-1].low == edge:
+    holes = [Wanted(*run, taken=b"") for run in own if run[0] < run[1]]
+    waiting = sorted([*wanted, *holes], key=itemgetter(0), reverse=True)
+    pieces, active = list[Piece](), list[Wanted]()
+    for low, high in itertools.pairwise(sorted({edge for x in waiting for edge in (x.low, x.high)})):
+        active = [x for x in active if x.high > low]
+        while waiting and waiting[-1].low == low:
             active.append(waiting.pop())
-        if not active:
+        taken = [x.taken for x in active]
+        if not active or b"" in taken:
             continue
-        for low, high in minus([(edge, following)], taken_up):
-            rates = [len(x.taken) // heads for x in active]  # type: ignore[arg-type]
-            period = min(math.lcm(*rates), high - low)
-            if period * heads > _LONGEST_PERIOD:
-                pieces.append(Piece(low, high))
-                continue
-            units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))
-            if units is None:
-                pieces.append(Piece(low, high))
-            elif len(units):
-                pieces.append(Piece(low, high, period, units))
-    return Needed(heads, tuple(sorted(pieces, key=lambda piece: piece.low)))
+        rates = [len(some) // heads for some in taken if some is not None]
+        period, units = min(math.lcm(*rates), high - low), None
+        if len(rates) == len(active) and period * heads <= _LONGEST_PERIOD:
+            units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))  # type: ignore[misc]
+        if units is not None:
+            pieces += [Piece(low, high, period, units)] if len(units) else []
+        elif pieces and pieces[-1].units is None and pieces[-1].high == low:
+            pieces[-1] = Piece(pieces[-1].low, high)
+        else:
+            pieces.append(Piece(low, high))
+    return Needed(heads, tuple(pieces))
 
 
 # equal for the lengths of a pattern
@@ -250,23 +249,6 @@ def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.
         rows = np.frombuffer(taken, dtype=bool).reshape(-1, heads)
         mask |= rows[(begin + np.arange(period)) % len(rows)]
     return None if mask.all() else mask.ravel().nonzero()[0]
-
-
-def minus(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
-    """Returns the parts of ascending ranges outside ascending holes."""
-    found, j = [], 0
-    for start, end in ranges:
-        while j < len(holes) and holes[j][1] <= start:
-            j += 1
-        for low, high in itertools.islice(holes, j, None):
-            if low >= end:
-                break
-            if start < low:
-                found.append((start, low))
-            start = max(start, high)
-        if start < end:
-            found.append((start, end))
-    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -304,10 +286,10 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     that overlap are one entry for several ranges in one segment, since ranges may be many."""
     found: list[tuple[int, int, int]] = []
     seen = (
-        (first, *keys)
+        (first, low, high)
         for queries in shard
-        for first, keys in segments_across(problem, length, queries)
-        if keys[0] < queries[0] or keys[1] > queries[1]
+        for first, low, high in segments_across(problem, length, queries)
+        if low < queries[0] or high > queries[1]
     )
     for first, low, high in sorted(seen):
         if found and found[-1][0] == first and low <= found[-1][2]:
@@ -317,32 +299,23 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     return found
 
 
-def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterator[tuple[int, Range]]:
-    """Yields (start of the segment, range of its keys that the queries may see) for the segments of the first and of the last query: the
-    keys of the others are the rank's own."""
-    start, end = queries
-    if start >= end:
-        return
-    found = {_segment(problem.documents, length, position) for position in (start, end - 1)}
-    left, right = problem.window or (None, None)
+def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterator[tuple[int, int, int]]:
+    """Yields (start of the segment, low, high), keys that the queries may see, for the segments of the first and of the last query: keys
+    of the others are the rank's own."""
+    (start, end), (left, right) = queries, problem.window or (None, None)
     if problem.is_causal:
         right = 0 if right is None else min(right, 0)
-    for first, last in sorted(found):
-        low, high = first, last
-        if left is not None:
-            low = max(low, max(start, first) - left)
-        if right is not None:
-            high = min(high, min(end, last) + right)
+    segments = set[Range]()
+    for position in (start, end - 1) if start < end else ():
+        # the last document that starts at the position or before; one without positions ends where the next one starts
+        first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
+        first += (position - first) // length * length
+        segments.add((first, min(first + length, last)))
+    for first, last in segments:
+        low = first if left is None else max(first, max(start, first) - left)
+        high = last if right is None else min(last, min(end, last) + right)
         if low < high:
-            yield first, (low, high)
-
-
-def _segment(documents: tuple[Range, ...], length: int, position: int) -> Range:
-    """Returns the segment of a branch that holds a position, cut at the end of its document."""
-    # the last document that starts at the position or before; one without positions ends where the next one starts
-    start, end = documents[bisect.bisect_right(documents, position, key=itemgetter(0)) - 1]
-    first = start + (position - start) // length * length
-    return first, min(first + length, end)
+            yield first, low, high
 
 
 @dataclass(frozen=True)
@@ -368,7 +341,7 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
     pattern, block, reach = problem.pattern, 1, list(own)
     if pattern is not None:
         # what the first and the last query of a range see reaches farther than what those between them do
-        reach += [keys for length in pattern.segment_lengths for run in own for _, keys in segments_across(problem, length, run)]
+        reach += [keys for length in pattern.segment_lengths for run in own for _, *keys in segments_across(problem, length, run)]
     if problem.blocks is not None:
         reach, block = reach + problem.kept.runs(rank), problem.blocks.k_block
     if not reach:
