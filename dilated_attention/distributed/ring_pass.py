@@ -18,9 +18,8 @@ from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.run import Tensors
+from dilated_attention.distributed.exchange.run import Pair, Tensors
 from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, check_branches, make_setup
-from dilated_attention.distributed.exchange.step import Pair
 from dilated_attention.distributed.sharding.layout import ShardSpec, spans
 from dilated_attention.distributed.sharding.reshard import reshard
 from dilated_attention.engine.branches.launches import Masks, without_padding

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dilated_attention.distributed.exchange import copies_triton
-from dilated_attention.distributed.exchange import step as copies_torch
-from dilated_attention.distributed.exchange.plan import RingProblem, key_span
-from dilated_attention.distributed.exchange.step import Step, make_step
+from dilated_attention.distributed.exchange import run as copies_torch
+from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
 from dilated_attention.pattern import DilatedPattern
 
 CPU = torch.device("cpu")

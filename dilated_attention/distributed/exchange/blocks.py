@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
-from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at
-from dilated_attention.distributed.exchange.step import Pair, on_device
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, on_device
+from dilated_attention.distributed.exchange.run import Pair, Part, Tensors, masks_at
 from dilated_attention.engine.blocks.lists import select_rows
 from dilated_attention.engine.branches.launches import Into, Masks
 from dilated_attention.engine.branches.problems import Range

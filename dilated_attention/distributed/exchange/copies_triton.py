@@ -94,13 +94,13 @@ def compile_ahead(step: Any, k: torch.Tensor, v: torch.Tensor, to: torch.dtype |
 
 
 def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Any) -> None:
-    """See ``step.gather``."""
+    """See ``run.gather``."""
     counts = (of[0].shape[1] * step.num_kv_heads // step.width, 0 if came is None else len(came))
     _launch(_gather_kernel, step, (to, *of, to if came is None else came, lines), (of,), counts, to)
 
 
 def add(to: Pair, grads: Pair, came: torch.Tensor, step: Any) -> None:
-    """See ``step.add``."""
+    """See ``run.add``."""
     tensors = *to, *grads, came, step.own_places, step.returned
     _launch(_add_kernel, step, tensors, (to, grads), (step.returned.shape[0],), step.own_places)
 

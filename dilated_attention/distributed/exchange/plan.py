@@ -11,10 +11,10 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,17 +143,17 @@ class Piece(NamedTuple):
     period: int = 1
     units: np.ndarray | None = None
 
-    def rows(self, low: int, high: int, heads: int) -> range | np.ndarray:
-        """Returns the numbers position · heads + head of what is needed of positions [low, high), ascending."""
+    def lines(self, low: int, high: int, heads: int, shift: int) -> np.ndarray:
+        """Returns the numbers (position + shift) · heads + head of what is needed of positions [low, high), ascending."""
         if self.units is None:
-            return range(low * heads, high * heads)
+            return np.arange((low + shift) * heads, (high + shift) * heads)
         first, last = (low - self.low) // self.period, -((self.low - high) // self.period)
-        found = ((np.arange(first, last) * self.period + self.low)[:, None] * heads + self.units).ravel()
-        edges = np.searchsorted(found, (low * heads, high * heads))
+        found = ((np.arange(first, last) * self.period + self.low + shift)[:, None] * heads + self.units).ravel()
+        edges = np.searchsorted(found, ((low + shift) * heads, (high + shift) * heads))
         return found[edges[0] : edges[1]]
 
     def size(self, low: int, high: int, heads: int) -> int:
-        """Returns how many numbers ``rows`` has."""
+        """Returns how many numbers ``lines`` has."""
         if self.units is None:
             return (high - low) * heads
 
@@ -184,9 +184,9 @@ class Needed:
             else:
                 j += 1
 
-    def rows(self, runs: Sequence[Range]) -> list[tuple[int, range | np.ndarray]]:
-        """Returns (index of the run, numbers position · heads + head) of what is needed of the runs."""
-        return [(j, piece.rows(low, high, self.heads)) for j, piece, low, high in self.between(runs)]
+    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> list[np.ndarray]:
+        """Returns the numbers row · heads + head of what is needed of the runs, of which each begins at its row of ``places``."""
+        return [piece.lines(low, high, self.heads, places[j] - runs[j][0]) for j, piece, low, high in self.between(runs)]
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
@@ -341,7 +341,7 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
     pattern, block, reach = problem.pattern, 1, list(own)
     if pattern is not None:
         # what the first and the last query of a range see reaches farther than what those between them do
-        reach += [keys for length in pattern.segment_lengths for run in own for _, *keys in segments_across(problem, length, run)]
+        reach += [(a, b) for length in pattern.segment_lengths for run in own for _, a, b in segments_across(problem, length, run)]
     if problem.blocks is not None:
         reach, block = reach + problem.kept.runs(rank), problem.blocks.k_block
     if not reach:
@@ -360,3 +360,110 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
             step = high
     low -= (low - start) % step
     return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in documents))
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------------------
+
+
+class RowIndex(NamedTuple):
+    """``numbers`` of lines by peer, one after the other, on a device; ``counts``: of each peer."""
+
+    counts: list[int]
+    numbers: torch.Tensor
+
+
+def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Returns the tables on a device, by one copy."""
+    tensor = torch.from_numpy(np.concatenate(tables))
+    # a copy from other memory would wait for all that the GPU has to do
+    tensor = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.split([len(table) for table in tables])
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step on one rank. A *line* is a row of all the step's heads, or of one head where these need different rows.
+
+    Args:
+        what: for messages.
+        kv_heads: [first, last).
+        width: heads of a line.
+        rows: of the memory, which holds the keys of a range of positions in order.
+        own: (first of the rank's own rows, first row of the memory, count) of the runs that may be read where they are.
+        send: the rank's own lines for each peer; gradients come back for them.
+        place: lines of the memory that come from each peer.
+        sources: for each line of the memory which of the own lines, those that come, and a line of zeros it is.
+        own_places: the line of the memory of each own line.
+        made: launches of kernels by what they depend on, and what else is made once for these rows, also of other heads.
+    """
+
+    what: str
+    kv_heads: Range
+    width: int
+    rows: int
+    own: tuple[tuple[int, int, int], ...]
+    send: RowIndex
+    place: RowIndex
+    sources: torch.Tensor
+    own_places: torch.Tensor
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the memory would be the rank's own rows and nothing else, so that they are read where they are."""
+        return not len(self.place.numbers) and self.own == (((0, 0, self.rows),) if self.rows else ())
+
+    @property
+    def returned(self) -> torch.Tensor:
+        """Which of the lines that come back, by peer, is that of each own line: (peers, own lines) int64, −1 for none."""
+        if (known := self.made.get("returned")) is not None:
+            return known  # type: ignore[no-any-return]
+        peers = [count for count in self.send.counts if count]
+        returned = self.own_places.new_full((len(peers), len(self.own_places)), -1)
+        numbers = torch.arange(len(self.send.numbers), device=returned.device)
+        for row, lines, places in zip(returned, self.send.numbers.split(peers), numbers.split(peers), strict=True):
+            row[lines] = places
+        self.made["returned"] = returned
+        return returned
+
+    def local(self, rows: slice) -> slice | None:
+        """Returns rows of the memory as own rows; None if some of them are not the rank's own, or not adjacent."""
+        for row, place, count in self.own:
+            if place <= rows.start and rows.stop <= place + count:
+                return slice(rows.start - place + row, rows.stop - place + row)
+        return None
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the step's heads of x (B, n, Hk, D)."""
+        return x if self.num_kv_heads == x.shape[2] else x[:, :, slice(*self.kv_heads)]
+
+
+def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, what: str, device: torch.device) -> Step:
+    """Plans a step whose memory rows are the positions of ``span``."""
+    shard, wanted = problem.shards[rank], problem.needed(rank, kv_heads)
+    # where heads need different rows, each row of a head is a line of its own
+    each, rows = wanted.heads, span.end - span.start
+    stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
+    own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
+    send, place = (list[list[np.ndarray]]([] for _ in problem.shards) for _ in range(2))
+    for peer, held in enumerate(problem.shards):
+        if peer != rank:
+            send[peer] = problem.needed(peer, kv_heads).lines(shard, stacked)
+            place[peer] = wanted.lines(held, [start - span.start for start, _ in held])
+    own_lines = _joined([np.arange(at * each, (at + count) * each) for _, at, count in own])
+    sent, arrives = (_joined(itertools.chain(*by_peer)) for by_peer in (send, place))
+    lines, arrived = len(own_lines), len(arrives)
+    filled = np.full(rows * each, lines + arrived)
+    filled[own_lines], filled[arrives] = np.arange(lines), np.arange(lines, lines + arrived)
+    to_send, to_place, sources, own_places = on_device([sent, arrives, filled, own_lines], device)
+    to_peers, from_peers = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
+    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(to_peers, to_send), RowIndex(from_peers, to_place))
+    return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
+
+
+def _joined(lines: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *lines])

@@ -25,8 +25,7 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels, on_device
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.comm.p2p import Exchange, Wire
-from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem
-from dilated_attention.distributed.exchange.step import Pair, RowIndex, Step, add, gather
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, RowIndex, Step
 from dilated_attention.engine.branches.launches import Into, Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
@@ -35,6 +34,7 @@ from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
 # how many steps have their keys in memory at once: the one that is computed and the next one
 AHEAD = 2
 # host time in ms that a ring's forward and backward take besides their launches: 0.3 and 1.4 on two H200s, 0.6 and 1.7 on two H100s
@@ -45,6 +45,45 @@ HOST_MS = 0.6, 1.7
 def _wide(lines: torch.Tensor) -> torch.Tensor:
     """Returns the lines (see ``Step``) viewed as int64 where their size allows it: a library carries at most 2³¹ numbers."""
     return lines.view(torch.int64) if lines.shape[1] * lines.itemsize % 8 == 0 else lines
+
+
+def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step) -> None:
+    """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
+    those of ``of``, of those that came after them, and of a line of zeros."""
+    if has_kernels(to):
+        from dilated_attention.distributed.exchange import copies_triton
+
+        copies_triton.gather(to, of, came, lines, step)
+        return
+    every = _lines(of, step.width, to.dtype)
+    if came is not None:
+        every = torch.cat([every, came, came.new_zeros((1, came.shape[1]))])
+    torch.index_select(every, 0, lines, out=to.view(-1, every.shape[1]))
+
+
+def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
+    """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
+    that came, by peer."""
+    if has_kernels(came):
+        from dilated_attention.distributed.exchange import copies_triton
+
+        copies_triton.add(to, grads, came, step)
+        return
+    dtype = accumulation_dtype(came.dtype)
+    sums = _lines(grads, step.width, dtype)[step.own_places]
+    peers = [count for count in step.send.counts if count]
+    # each names a line once, so peer by peer the order of the sums is always the same
+    for numbers, share in zip(step.send.numbers.split(peers), came.split(peers), strict=True):
+        sums.index_add_(0, numbers, share.to(dtype))
+    B, n, heads, D = to[0].shape
+    for x, some in zip(to, sums.view(n, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
+        x.copy_(some)
+
+
+def _lines(of: Pair, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a copy of K and V, or their gradients, (B, rows, heads, D), as lines (…, width · B · 2·D)."""
+    B, _, _, D = of[0].shape
+    return torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, width * B * 2 * D)
 
 
 def views_of(memory: torch.Tensor) -> Pair:

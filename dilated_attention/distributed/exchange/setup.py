@@ -15,9 +15,8 @@ from dilated_attention.backends.hardware import detect
 from dilated_attention.distributed.comm.call_consistency import RingCall, device_memory
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.exchange.blocks import BlockPart, block_parts, held_documents
-from dilated_attention.distributed.exchange.plan import RingProblem, key_span
+from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
 from dilated_attention.distributed.exchange.run import Part, SparseRows, Tensors, Term, dry_run, parts_of
-from dilated_attention.distributed.exchange.step import Step, make_step
 from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, Span, joined, spans
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
@@ -279,34 +278,38 @@ def make_setup(
         memory = device_memory(device)
         steps_of_heads = steps_of(kind, problem, sizes, memory, needs_grad=settings.needs_grad, forced=ring.head_steps)
     same_rows = len(steps_of_heads) > 1 and problem.heads_alike and not settings.dropout_p
-    documents_held = [] if blocks is None else held_documents(problem, own_index, span, settings, device)
     # 3. what each step brings, and what is computed with it
-    steps, branch_parts, listed_parts, exchanges = list[Step](), list[tuple[Part, ...]](), list[tuple[BlockPart, ...]](), False
-    for index, (low, high) in enumerate(steps_of_heads):
-        what, heads = f"heads {index + 1} of {len(steps_of_heads)}", (low * (last - first) // kv_heads, high * (last - first) // kv_heads)
-        if steps and same_rows and high - low == steps[0].num_kv_heads:
-            # this step is the same rows of as many other heads, so it shares all that the first step has, even the plans of its parts
-            steps.append(replace(steps[0], what=what, kv_heads=(low, high)))
-            branch_parts.append(tuple([replace(part, heads=heads) for part in branch_parts[0]]))
-            listed_parts.append(tuple([replace(part, heads=heads) for part in listed_parts[0]]))
-            continue
-        steps.append(make_step(problem, own_index, (low, high), span, what, device))
-        branch_parts.append(() if pattern is None else parts_of(problem, settings, heads, own_index, span, first))
-        listed_parts.append(block_parts(documents_held, heads, device))
-        exchanges = exchanges or (is_shared and any(problem.needed(rank, (low, high)).pieces for rank in range(size)))
+    steps = list[Step]()
+    for index, heads in enumerate(steps_of_heads):
+        what = f"heads {index + 1} of {len(steps_of_heads)}"
+        # the same rows of as many other heads share all that the first step has, and their parts even the plans
+        is_alike = index > 0 and same_rows and heads[1] - heads[0] == steps[0].num_kv_heads
+        steps.append(replace(steps[0], what=what, kv_heads=heads) if is_alike else make_step(problem, own_index, heads, span, what, device))
+    exchanges = is_shared and any(problem.needed(rank, step.kv_heads).pieces for step in steps for rank in range(size))
+
+    def term_of(make: Callable[[Range], tuple[Part, ...]], chosen_rows: SparseRows | None) -> Term:
+        parts = list[tuple[Part, ...]]()
+        for step in steps:
+            heads = step.kv_heads[0] * (last - first) // kv_heads, step.kv_heads[1] * (last - first) // kv_heads
+            is_alike = step is not steps[0] and step.sources is steps[0].sources
+            parts.append(tuple([replace(part, heads=heads) for part in parts[0]]) if is_alike else make(heads))
+        return Term(parts, q_like, steps, chosen_rows)
+
     if pattern is not None:
-        terms.append(Term(branch_parts, q_like, steps, sparse_rows))
+        terms.append(term_of(lambda heads: parts_of(problem, settings, heads, own_index, span, first), sparse_rows))
+    tables = {id(x): x.nbytes for step in steps for x in (step.send.numbers, step.place.numbers, step.sources, step.own_places)}
     if blocks is not None:
-        terms.append(Term(listed_parts, q_like, steps))
+        documents_held = held_documents(problem, own_index, span, settings, device)
+        terms.append(term_of(lambda heads: block_parts(documents_held, heads, device), None))
         # before any rank sends anything; raises BackendUnavailable if this rank has no kernels for some pass
         for part, (q_part, k_part, _) in dry_run(terms[-1:], steps, tensors):
             assert isinstance(part, BlockPart)
+            tables[id(part.lists)] = part.lists.nbytes
             for is_backward in (False, True) if settings.needs_grad else (False,):
                 part.backend(q_part, k_part, padding is not None, is_backward)
-    lists = {id(part.lists): part.lists.nbytes for parts in listed_parts for part in parts}
     return RingSetup(
         steps=tuple(steps),
-        nbytes=sum({id(step.sources): step.nbytes for step in steps}.values()) + sum(lists.values()),
+        nbytes=sum(tables.values()),
         exchanges=exchanges,
         terms=tuple(terms),
         moves=moves,
