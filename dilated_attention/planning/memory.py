@@ -18,10 +18,11 @@ import torch
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_gather import PIECE_BYTES, PIECE_BYTES_GPU
+from dilated_attention.distributed import ring_pass
 from dilated_attention.distributed.comm.call_consistency import device_memory
-from dilated_attention.distributed.exchange import setup
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span
 from dilated_attention.distributed.exchange.run import AHEAD, HOST_MS
+from dilated_attention.distributed.sharding.layout import shards_of
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern, Intersection, MaskFunction, PerHead, Sparsity, Union
@@ -216,9 +217,9 @@ def exchange_of(problem: Problem) -> Exchange:
         *moved, forward, backward = (max(y, y + (y - x) * (N - longest) * 2 // longest) for x, y in figures)
         return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     is_dense = problem.computes == "dense"
-    name = setup.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
+    name = ring_pass.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
     if branches is not None and name == "all_to_all":
-        if reason := setup.why_no_heads(H, Hk, W, branches.branch_heads):
+        if reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
         # a forward brings q, k, v of the others' rows for the rank's heads, and out and lse of its own rows for the others' heads. A
         # backward brings that, dout, out and lse, and returns gradients, those of a key/value head from every rank that shares it
@@ -226,15 +227,15 @@ def exchange_of(problem: Problem) -> Exchange:
         forward = rows * ((heads + 2 * kv_heads) * element + heads * (element + a))
         backward = forward + rows * (2 * heads * element + 2 * kv_heads * (D * a if Hk < W else element))
         return Exchange(name=name, bytes=Bytes(forward, forward, backward, backward), steps=1, held=(0, 0))
-    shards = setup.shards_of(N, W, problem.layout, is_causal=problem.is_causal)
+    shards = shards_of(N, W, problem.layout, is_causal=problem.is_causal)
     ring_problem = RingProblem(branches, ((0, N),), shards, H, Hk, problem.is_causal, blocks=blocks)
     # bytes of the keys and values of one position and head
     unit_bytes, home = 2 * B * D * e, None
-    if (crossing := setup.crossing_of(ring_problem, unit_bytes * Hk)) is not None:
+    if (crossing := ring_pass.crossing_of(ring_problem, unit_bytes * Hk)) is not None:
         ring_problem, home = crossing.problem, crossing.home
     kind, steps = "blocks" if blocks is not None else "dense" if is_dense else "dilated", [(0, Hk)]
     if branches is None or branches.branch_heads == "all":
-        steps = setup.steps_of(kind, ring_problem, (B, D, e), memory, needs_grad=problem.training)
+        steps = ring_pass.steps_of(kind, ring_problem, (B, D, e), memory, needs_grad=problem.training)
     # how many units, one row of one key/value head each, rank [reader] needs of rank [holder]. All heads of a step of blocks receive what
     # one of them needs
     units = torch.zeros((W, W), dtype=torch.int64)
