@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -270,13 +270,14 @@ class Term:
         self, parts: Sequence[Sequence[Part]], q: torch.Tensor, steps: Sequence[Step] = (), chosen_rows: SparseRows | None = None
     ) -> None:
         self.chosen_rows, self.is_home, self.acc_dtype = chosen_rows, not steps, accumulation_dtype(q.dtype)
-        # of each step (part, the rows of the memory that are its keys, whether all of these are the rank's own). Parts on own keys come
-        # first and read them where they are, without waiting
-        self.parts: list[list[tuple[Part, slice, bool]]] = []
+        # gradients of chosen rows are added to those of the home term, and rounded only then
+        self.share_dtype = q.dtype if chosen_rows is None else self.acc_dtype
+        # of each step (part, the rank's own rows that are its keys, None if some are not). Parts on own keys come first and read them where
+        # they are, without waiting
+        self.parts: list[list[tuple[Part, slice | None]]] = []
         for index, step_parts in enumerate(parts):
             local = [(part, steps[index].local(part.key_rows) if steps else part.key_rows) for part in step_parts]
-            placed = [(part if own is None else replace(part, key_rows=own), part.key_rows, own is not None) for part, own in local]
-            self.parts.append(sorted(placed, key=lambda x: not x[2]))
+            self.parts.append(sorted(local, key=lambda x: x[1] is None))
         only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether the results of a single part are those of the term
         self.has_one_part = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
@@ -288,6 +289,11 @@ class Term:
         if x is None or (rows := self.chosen_rows) is None:
             return x
         return x[rows.queries if x.dim() == 4 else rows.stats]
+
+    def like(self, tensors: Tensors) -> Tensors:
+        """Returns tensors like those of q, k and v that the term computes with."""
+        chosen = self.chosen_rows
+        return tensors if chosen is None else tuple([x.new_empty((len(x), chosen.count, *x.shape[2:])) for x in tensors])
 
     def select_keys(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
         return (k, v) if self.chosen_rows is None else (k[self.chosen_rows.keys], v[self.chosen_rows.keys])
@@ -314,20 +320,18 @@ class TermPass:
             if not saved:
                 self.lse = self.q.new_empty((B, H, n), dtype=term.acc_dtype)
 
-    def _ready_parts(self, index: int, keys: Keys) -> Iterator[tuple[Part, slice, Tensors, torch.Tensor | None]]:
-        """Yields the parts of a step, waiting for keys when one needs them: (part, its rows of the memory, its q, k and v, where its rows
-        of out or dq belong)."""
+    def _ready_parts(self, index: int, keys: Keys) -> Iterator[tuple[Part, Tensors, torch.Tensor | None]]:
+        """Yields the parts of a step, waiting for keys when one needs them: (part, its q, k and v, where its rows of out or dq belong)."""
         # those on the rank's own keys are computed with the first step
-        for part, place, is_own in self.term.parts[index] if not self.term.is_home or index == 0 else ():
-            if not is_own:
+        for part, own in self.term.parts[index] if not self.term.is_home or index == 0 else ():
+            if own is None:
                 keys.wait()
-            k, v = narrow(part.key_rows, 1, *(self.own if self.term.is_home else keys.own if is_own else keys.keys))
-            to = None if self.term.has_one_part else part_of(part, self.out)
-            yield part, place, (part_of(part, self.q), k, v), to
+            k, v = narrow(own or part.key_rows, 1, *(self.own if self.term.is_home else keys.own if own else keys.keys))
+            yield part, (part_of(part, self.q), k, v), None if self.term.has_one_part else part_of(part, self.out)
 
     def forward(self, index: int, keys: Keys) -> None:
         """Computes step ``index``."""
-        for part, _, (q, k, v), place in self._ready_parts(index, keys):
+        for part, (q, k, v), place in self._ready_parts(index, keys):
             out, lse = part.forward(q, k, v, self.masks, None if place is None else (place,))
             if place is None:
                 self.out, self.lse = out, lse
@@ -344,7 +348,7 @@ class TermPass:
         # shares that are not in the total yet, each with its rows of the memory
         waiting: list[tuple[slice, list[torch.Tensor]]] = []
         rows = self.own[0].shape[1] if self.term.is_home else keys.step.rows
-        for part, place, (q, k, v), to in self._ready_parts(index, keys):
+        for part, (q, k, v), to in self._ready_parts(index, keys):
             dtype = self.term.grad_dtypes[index]
             dout, out, lse, dlse = (None if x is None else part_of(part, x) for x in self.saved)
             dq, *shares = part.backward((dout, q, k, v, out, lse), dlse, self.masks, None if to is None else (to, None, None))  # type: ignore[arg-type]
@@ -352,10 +356,10 @@ class TermPass:
                 self.out = dq
             elif dq is not to:
                 to.copy_(dq)
-            if not total and place == slice(0, rows):
+            if not total and part.key_rows == slice(0, rows):
                 total = tuple([x.to(dtype) for x in shares])
             else:
-                waiting.append((place, shares))
+                waiting.append((part.key_rows, shares))
             # with two parts the first one waits: the second may have all rows, and then it is the total that the first is added to
             if waiting and (total or len(waiting) == 2 or len(self.term.parts[index]) != 2):
                 total = total or tuple([x.new_zeros((x.shape[0], rows, *x.shape[2:]), dtype=dtype) for x in shares])
@@ -387,15 +391,13 @@ def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def dry_run(terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors) -> Iterator[tuple[Part, Tensors]]:
     """Yields each part with tensors like those that it reads in a forward; keys from elsewhere have no memory. ``tensors``: q, k and v."""
     for term in terms:
-        q, k, v = tensors
-        if (chosen := term.chosen_rows) is not None:
-            q, k, v = (x.new_empty((len(x), chosen.count, *x.shape[2:])) for x in tensors)
+        q, k, v = term.like(tensors)
         for step, parts in zip(steps, term.parts, strict=False):
             own = keys = (k, v) if term.is_home else (step.of_heads(k), step.of_heads(v))
             if not term.is_home and not step.is_own:
                 keys = views_of(torch.empty((step.rows, step.num_kv_heads, len(k), 2 * k.shape[3]), dtype=k.dtype, device="meta"))
-            for part, _, is_own in parts:
-                yield part, (part_of(part, q), *narrow(part.key_rows, 1, *(own if is_own else keys)))
+            for part, rows in parts:
+                yield part, (part_of(part, q), *narrow(rows or part.key_rows, 1, *(own if rows else keys)))
 
 
 def compile_ahead(
@@ -403,15 +405,13 @@ def compile_ahead(
 ) -> None:
     """Plans a forward on q, k and v, which starts compiling its kernels, those of its backward and those that copy keys. For a first call,
     so that they compile while the ranks connect."""
-    (_, k, v), term = tensors, terms[-1]
+    term = terms[-1]
+    _, k, v = term.like(tensors)
     if exchanges and has_kernels(k):
         from dilated_attention.distributed.exchange import copies_triton
 
-        chosen, to = term.chosen_rows, term.acc_dtype if term.chosen_rows is not None else k.dtype
-        if chosen is not None:
-            k, v = (x.new_empty((len(x), chosen.count, *x.shape[2:])) for x in (k, v))
         with on_device(k.device):
-            copies_triton.compile_ahead(steps[0], k, v, to if needs_grad else None)
+            copies_triton.compile_ahead(steps[0], k, v, term.share_dtype if needs_grad else None)
     for part, views in dry_run(terms, steps, tensors):
         if isinstance(part, QueryPart):
             part.plan(views, Masks(padding))
@@ -446,7 +446,7 @@ def backward(
 ) -> Tensors:
     """Returns (dq, dk, dv) of this rank's rows. ``saved``: see ``TermPass``."""
     _, k, v = tensors
-    own, chosen, acc_dtype = terms[-1].select_keys(k, v), terms[-1].chosen_rows, terms[-1].acc_dtype
+    own, chosen, dtype = terms[-1].select_keys(k, v), terms[-1].chosen_rows, terms[-1].share_dtype
     arriving = deque(Keys(step, *own, wire, "backward") for step in steps[:AHEAD])
     first, *others = passes = [TermPass(term, masks, tensors, saved) for term in terms]
     home: Pair | None = None
@@ -467,9 +467,7 @@ def backward(
             # no other rank has a share of these gradients
             to = grads
             break
-        # gradients of chosen rows are added to those of the home term, and rounded only then
-        like: dict[str, Any] = {"dtype": k.dtype if chosen is None else acc_dtype, "memory_format": torch.contiguous_format}
-        to = to or (torch.empty_like(own[0], **like), torch.empty_like(own[1], **like))
+        to = to or (own[0].new_empty(own[0].shape, dtype=dtype), own[1].new_empty(own[1].shape, dtype=dtype))
         begun = send_back(step, grads, own[0], wire)
         # those of the step before came meanwhile; adding them frees their memory for the next step
         if write_sums is not None:
@@ -491,6 +489,6 @@ def backward(
         # None on a rank without rows, which has no parts
         home = home or (torch.zeros_like(k), torch.zeros_like(v))
         for x, more in zip(home, to, strict=True):
-            x[chosen.keys] = (x[chosen.keys].to(acc_dtype) + more).to(x.dtype)
+            x[chosen.keys] = added(x[chosen.keys], more)
         to = home
     return dq, to[0].to(k.dtype), to[1].to(v.dtype)
