@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -283,8 +283,7 @@ def exchange_of(name: str, layout: str, size: int, num_heads: int, num_kv_heads:
     return "all_to_all" if uneven and why_no_heads(num_heads, num_kv_heads, size, "all") is None else "all_gather"
 
 
-@dataclass(frozen=True)
-class Crossing:
+class Crossing(NamedTuple):
     """How a call is separated into branches whose segments stay within ranks and branches that cross ranks.
 
     A rank computes the former by the engine on its own rows, while the keys of the latter are in flight. The latter are usually sparse: if
@@ -295,15 +294,13 @@ class Crossing:
         home: the branches that stay within ranks, on all positions.
         problem: the branches that cross ranks, on every g-th position.
         step: g.
-        offsets: the position, below g, of each query head's first row.
-        kv_offsets: the same of each key/value head.
+        offsets: the position, below g, of the first row of each key/value head and of its query heads.
     """
 
     home: DilatedPattern
     problem: RingProblem
     step: int
     offsets: tuple[int, ...]
-    kv_offsets: tuple[int, ...]
 
 
 def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
@@ -326,23 +323,21 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     step = math.gcd(N, *(x for b in crossing for x in branches[b]), *bounds)
     offsets = pattern.offsets(H)
     # the query heads of a key/value head must all take the same one of the g positions
-    first_rows = [{offsets[b][h] % step for b in crossing} for h in range(H)]
     group = H // problem.num_kv_heads
-    kv_first_rows = [set().union(*first_rows[h : h + group]) for h in range(0, H, group)]
-    if step == 1 or any(len(x) > 1 for x in kv_first_rows):
+    first_rows = [{offsets[b][h] % step for b in crossing for h in range(head, head + group)} for head in range(0, H, group)]
+    if step == 1 or any(len(x) > 1 for x in first_rows):
         return None
-    kv_firsts = tuple([x.pop() for x in kv_first_rows])
-    firsts = tuple(kv_firsts[h // group] for h in range(H))
-    sparse_offsets = tuple(tuple((offsets[b][h] - firsts[h]) // step for h in range(H)) for b in crossing)
+    firsts = tuple([x.pop() for x in first_rows])
+    sparse_offsets = tuple(tuple((offsets[b][h] - firsts[h // group]) // step for h in range(H)) for b in crossing)
     lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in crossing)), strict=True)
-    sparse = RingProblem(
-        DilatedPattern(lengths, rates, sparse_offsets, "all", pattern.tail),
-        ((0, N // step),),
-        tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
-        *(H, problem.num_kv_heads, problem.is_causal),
+    sparse = replace(
+        problem,
+        pattern=DilatedPattern(lengths, rates, sparse_offsets, "all", pattern.tail),
+        documents=((0, N // step),),
+        shards=tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
     )
     home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
-    return Crossing(home, sparse, step, firsts, kv_firsts)
+    return Crossing(home, sparse, step, firsts)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -429,7 +424,7 @@ def make_setup(
     if is_shared and may_separate and (crossing := crossing_of(problem, row_bytes)) is not None:
         home = parts_of(replace(problem, pattern=crossing.home, window=None), settings, (0, last - first), own_index, None, first)
         terms, problem = [Term((home,), q_like)], crossing.problem
-        sparse_rows = SparseRows(crossing.step, (crossing.offsets, crossing.kv_offsets), q_like.shape[1], device)
+        sparse_rows = SparseRows(crossing.step, crossing.offsets, q_like, device)
         q_like = q_like[:, :: crossing.step]
     span, steps_of_heads = key_span(problem, own_index), [(0, kv_heads)]
     # heads that run different branches are not divided into steps

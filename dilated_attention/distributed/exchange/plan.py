@@ -299,9 +299,9 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     return found
 
 
-def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterator[tuple[int, int, int]]:
-    """Yields (start of the segment, low, high), keys that the queries may see, for the segments of the first and of the last query: keys
-    of the others are the rank's own."""
+def segments_across(problem: RingProblem, length: int, queries: Range) -> list[tuple[int, int, int]]:
+    """Returns (start of the segment, low, high), keys that the queries may see, for the segments of the first and of the last query: the
+    keys of the others are the rank's own."""
     (start, end), (left, right) = queries, problem.window or (None, None)
     if problem.is_causal:
         right = 0 if right is None else min(right, 0)
@@ -311,11 +311,13 @@ def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterat
         first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
         first += (position - first) // length * length
         segments.add((first, min(first + length, last)))
+    found = []
     for first, last in segments:
         low = first if left is None else max(first, max(start, first) - left)
         high = last if right is None else min(last, min(end, last) + right)
         if low < high:
-            yield first, low, high
+            found.append((first, low, high))
+    return found
 
 
 @dataclass(frozen=True)

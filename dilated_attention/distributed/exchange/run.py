@@ -250,14 +250,15 @@ def narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:
 
 class SparseRows:
     """Index of every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …). ``step``: g; ``offsets``:
-    of each query head, and of each key/value head; ``rows``: n."""
+    of each key/value head; ``q``: a tensor like all queries."""
 
-    def __init__(self, step: int, offsets: tuple[tuple[int, ...], tuple[int, ...]], rows: int, device: torch.device) -> None:
-        every = torch.arange(0, rows, step, device=device)[:, None]
-        (row, head), (key_row, key_head) = ((every + torch.tensor(x, device=device), torch.arange(len(x), device=device)) for x in offsets)
+    def __init__(self, step: int, offsets: tuple[int, ...], q: torch.Tensor, device: torch.device) -> None:
+        _, n, H, _ = q.shape
+        key_row = torch.arange(0, n, step, device=device)[:, None] + torch.tensor(offsets, device=device)
+        row, head = key_row.repeat_interleave(H // len(offsets), 1), torch.arange(H, device=device)
         self.count = len(row)
         # they take tensors (B, n, heads, D) to (B, n/g, heads, D), and statistics (B, heads, n) to (B, heads, n/g)
-        self.queries, self.keys = (slice(None), row, head), (slice(None), key_row, key_head)
+        self.queries, self.keys = (slice(None), row, head), (slice(None), key_row, head[: len(offsets)])
         self.stats = slice(None), head[:, None], row.T.contiguous()
 
 
@@ -327,7 +328,10 @@ class TermPass:
             if own is None:
                 keys.wait()
             k, v = narrow(own or part.key_rows, 1, *(self.own if self.term.is_home else keys.own if own else keys.keys))
-            yield part, (part_of(part, self.q), k, v), None if self.term.has_one_part else part_of(part, self.out)
+            if self.term.has_one_part:
+                yield part, (self.q, k, v), None
+            else:
+                yield part, (part_of(part, self.q), k, v), part_of(part, self.out)
 
     def forward(self, index: int, keys: Keys) -> None:
         """Computes step ``index``."""
@@ -350,7 +354,7 @@ class TermPass:
         rows = self.own[0].shape[1] if self.term.is_home else keys.step.rows
         for part, (q, k, v), to in self._ready_parts(index, keys):
             dtype = self.term.grad_dtypes[index]
-            dout, out, lse, dlse = (None if x is None else part_of(part, x) for x in self.saved)
+            dout, out, lse, dlse = self.saved if to is None else [None if x is None else part_of(part, x) for x in self.saved]
             dq, *shares = part.backward((dout, q, k, v, out, lse), dlse, self.masks, None if to is None else (to, None, None))  # type: ignore[arg-type]
             if to is None:
                 self.out = dq
