@@ -16,8 +16,8 @@ import torch
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, on_device
 from dilated_attention.distributed.exchange.run import Pair, Part, Tensors, masks_at
-from dilated_attention.engine.blocks.lists import select_rows
-from dilated_attention.engine.branches.launches import Into, Masks
+from dilated_attention.engine.blocks.lists import select_groups, select_rows
+from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import options_of, select_backend
 from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_request, forward_lists
@@ -30,12 +30,7 @@ def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
     if lists.num_heads == 1:
         return lists
     assert lists.num_batch == 1
-    first, last = heads[0] * lists.num_rows, heads[1] * lists.num_rows
-    starts = lists.row_starts[first : last + 1]
-    low, high = (int(x) for x in starts[[0, -1]].tolist())
-    masks = None if lists.masks is None else lists.masks[low:high]
-    of_heads = replace(lists, num_heads=heads[1] - heads[0], row_starts=starts - low, columns=lists.columns[low:high], masks=masks)
-    return _without_unused_masks(of_heads)
+    return _without_unused_masks(select_groups(lists, *heads, num_heads=heads[1] - heads[0]))
 
 
 def _without_unused_masks(lists: BlockLists) -> BlockLists:
@@ -65,21 +60,21 @@ class BlockPart(Part):
     first_key: int
     lists: BlockLists
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
         q = self._launched(q, 1)
         backend = self.backend(q, k, masks.padding is not None, False)
-        to = None if into is None or self.place is not None else into[0]
+        to = into if self.place is None else None
         out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
         return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
         dout, q, k, v, out, lse = tensors
         # for rows that the rank does not hold, weights and gradients are 0
         dout, q, out = (self._launched(x, 1) for x in (dout, q, out))
         dlse = None if dlse is None else self._launched(dlse, 2)
         backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
         tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
-        to = None if into is None or self.place is not None else into[0]
+        to = into if self.place is None else None
         dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=to)  # type: ignore[arg-type]
         return dq if self.place is None else dq.index_select(1, self.place), dk, dv
 

@@ -26,7 +26,7 @@ from dilated_attention.backends.hardware import has_kernels, on_device
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.distributed.comm.p2p import Exchange, Wire
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, RowIndex, Step
-from dilated_attention.engine.branches.launches import Into, Masks
+from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import make_plan
 from dilated_attention.engine.ops.settings import CallSettings
@@ -160,11 +160,11 @@ class Part(ABC):
     passes: dict[Any, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
         """Returns (out, lse (B, heads, rows)). ``into``: where to write out; a part that cannot write there returns another tensor."""
 
     @abstractmethod
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
         """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, lse; ``into``: for dq."""
 
 
@@ -179,14 +179,15 @@ class QueryPart(Part):
     span: KeySpan
     first_head: int
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None) -> Pair:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
         plan = self.plan((q, k, v), masks)
-        return plan.runner.forward(plan, q, k, v, self._masks_of(masks), None, into)
+        return plan.runner.forward(plan, q, k, v, self._masks_of(masks), None, None if into is None else (into,))
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
         *views, lse = tensors
         plan, dlse = self.plan(tuple(views), masks), None if dlse is None else dlse.contiguous()
-        return plan.runner.backward(plan, (*views, lse.contiguous()), self._masks_of(masks), dlse, None, into)
+        places = None if into is None else (into, None, None)
+        return plan.runner.backward(plan, (*views, lse.contiguous()), self._masks_of(masks), dlse, None, places)
 
     def _masks_of(self, masks: Masks) -> Masks:
         """Returns the masks of the part's queries, keys and heads."""
@@ -336,7 +337,7 @@ class TermPass:
     def forward(self, index: int, keys: Keys) -> None:
         """Computes step ``index``."""
         for part, (q, k, v), place in self._ready_parts(index, keys):
-            out, lse = part.forward(q, k, v, self.masks, None if place is None else (place,))
+            out, lse = part.forward(q, k, v, self.masks, place)
             if place is None:
                 self.out, self.lse = out, lse
                 break
@@ -355,7 +356,7 @@ class TermPass:
         for part, (q, k, v), to in self._ready_parts(index, keys):
             dtype = self.term.grad_dtypes[index]
             dout, out, lse, dlse = self.saved if to is None else [None if x is None else part_of(part, x) for x in self.saved]
-            dq, *shares = part.backward((dout, q, k, v, out, lse), dlse, self.masks, None if to is None else (to, None, None))  # type: ignore[arg-type]
+            dq, *shares = part.backward((dout, q, k, v, out, lse), dlse, self.masks, to)  # type: ignore[arg-type]
             if to is None:
                 self.out = dq
             elif dq is not to:
