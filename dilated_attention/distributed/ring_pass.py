@@ -253,13 +253,8 @@ def steps_of(
         seconds = 4 * batch * head_dim * problem.pairs / FLOPS_PER_SECOND
         if brought / BYTES_PER_SECOND > STEP_SHARE * seconds:
             count = max(count, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
-    return list(itertools.pairwise(itertools.accumulate(even_steps(kv_heads, forced or count), initial=0)))
-
-
-def even_steps(heads: int, steps: int) -> tuple[int, ...]:
-    """Splits the heads into this many steps, the larger ones first; no step is empty."""
-    size, larger = divmod(heads, min(steps, heads))
-    return tuple(size + (index < larger) for index in range(min(steps, heads)))
+    count = min(forced or count, kv_heads)
+    return list(itertools.pairwise(kv_heads * step // count for step in range(count + 1)))
 
 
 def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:

@@ -134,7 +134,7 @@ def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
         beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
         options: dict[str, Any] = {
             "is_causal": case.is_causal,
-            "head_steps": ring_pass.even_steps(case.kv_heads, spread.head_steps or 1),
+            "head_steps": [case.kv_heads // (spread.head_steps or 1)] * (spread.head_steps or 1),
             "branches": beside,
         }
         for rank in range(world):

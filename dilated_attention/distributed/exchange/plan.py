@@ -255,16 +255,13 @@ def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.
 def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes | None, ...]]:
     """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch the
     bytes of bool (rate, heads): which of r neighbours a head takes, None for all of them."""
-    offsets = pattern.offsets(num_heads)
-    alike = all(len(set(row)) == 1 for row in offsets)
-    group = num_heads if alike else num_heads // num_kv_heads
-    first, last = (0, 1) if alike else kv_heads
+    offsets = np.array(pattern.offsets(num_heads))
+    alike = bool((offsets == offsets[:, :1]).all())
+    group, (first, last) = (num_heads, (0, 1)) if alike else (num_heads // num_kv_heads, kv_heads)
     found = []
-    for rate, row in zip(pattern.dilation_rates, offsets, strict=True):
-        taken = np.zeros((rate, last - first), dtype=bool)
-        for head, offset in enumerate(row):
-            if first <= head // group < last and offset != NOT_IN_BRANCH:
-                taken[offset, head // group - first] = True
+    for rate, row in zip(pattern.dilation_rates, offsets[:, first * group : last * group], strict=True):
+        taken, inside = np.zeros((rate, last - first), dtype=bool), (row != NOT_IN_BRANCH).nonzero()[0]
+        taken[row[inside], inside // group] = True
         found.append(None if taken.all() else taken.tobytes())
     return last - first, tuple(found)
 
