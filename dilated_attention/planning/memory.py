@@ -182,7 +182,7 @@ class Exchange:
         steps: in how many steps, each of some heads, the keys arrive.
         held: bytes of keys in memory for the exchange: in the forward, and in the backward together with gradients on their way.
         is_exact: whether the figures were read from the needs in the whole sequence; else from those in two shorter ones.
-        rows: positions whose keys are in memory at a step of an all_gather of branches or dense attention.
+        rows: positions whose keys are in memory at a step.
         home: in an all_gather of branches, those that a rank computes from its own keys; None if all branches read received keys.
     """
 

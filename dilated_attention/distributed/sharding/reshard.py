@@ -17,7 +17,7 @@ from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.sharding.layout import ShardSpec, Span
 
 # of the queries and of the keys, rank by rank
-Holdings = tuple[list[ShardSpec], list[ShardSpec]]
+Holdings = tuple[list[ShardSpec], ...]
 Index = tuple[slice, ...]
 
 
@@ -25,11 +25,10 @@ def holdings(rows: Sequence[tuple[Span, ...]], num_heads: int, num_kv_heads: int
     """Returns which rows and heads each rank holds. ``by_heads``: each has some heads, else all."""
     size, group = len(rows), num_heads // num_kv_heads
     assert not by_heads or num_heads % size == 0, "some heads would belong to no rank"
-    each = num_heads // size
-    heads = [(each * rank, each * (rank + 1)) if by_heads else (0, num_heads) for rank in range(size)]
-    return (
-        [ShardSpec(of_rank, one) for of_rank, one in zip(rows, heads, strict=True)],
-        [ShardSpec(of_rank, (first // group, -(-last // group))) for of_rank, (first, last) in zip(rows, heads, strict=True)],
+    heads = [(num_heads // size * rank, num_heads // size * (rank + 1)) if by_heads else (0, num_heads) for rank in range(size)]
+    return tuple(
+        [ShardSpec(of_rank, (first // each, -(-last // each))) for of_rank, (first, last) in zip(rows, heads, strict=True)]
+        for each in (1, group)
     )
 
 
