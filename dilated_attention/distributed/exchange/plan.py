@@ -221,12 +221,14 @@ def union(wanted: Sequence[Wanted], own: Sequence[Range], heads: int) -> Needed:
         while waiting and waiting[-1].low == low:
             active.append(waiting.pop())
         taken = [x.taken for x in active]
-        if not active or b"" in taken:
+        if not taken or b"" in taken:
             continue
-        rates = [len(some) // heads for some in taken if some is not None]
-        period, units = min(math.lcm(*rates), high - low), None
-        if len(rates) == len(active) and period * heads <= _LONGEST_PERIOD:
-            units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))  # type: ignore[misc]
+        period, units = 1, None
+        if None not in taken:
+            rates = [len(some) // heads for some in taken]  # type: ignore[arg-type]
+            period = min(math.lcm(*rates), high - low)
+            if period * heads <= _LONGEST_PERIOD:
+                units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))  # type: ignore[misc]
         if units is not None:
             pieces += [Piece(low, high, period, units)] if len(units) else []
         elif pieces and pieces[-1].units is None and pieces[-1].high == low:
