@@ -242,33 +242,27 @@ def exchange_of(problem: Problem) -> Exchange:
     for low, high in steps:
         needed = (ring_problem.needed(rank, (low, high)) for rank in range(W))
         units += torch.tensor([[x.count(shard) * ((high - low) // x.heads) for shard in ring_problem.shards] for x in needed])
-    spanned = [key_span(ring_problem, rank) for rank in range(W)]
-    # a rank has memory for all rows from the first to the last that it needs
-    lengths = torch.tensor([span.end - span.start for span in spanned]) * (units.sum(1) > 0)
-    own = 0 if blocks is None else problem.rows * Hk
-    costs = _exchange_in_steps("all_gather" if blocks is None else kind, units, lengths * Hk, unit_bytes, len(steps), own)
+    received, sent = units.sum(1), units.sum(0)
+    # a forward sends every needed unit once. A backward sends it again, and its gradient the other way
+    in_forward, out_forward = max(zip((received * unit_bytes).tolist(), (sent * unit_bytes).tolist(), strict=True))
+    moved = [out_forward, in_forward, in_forward + out_forward, in_forward + out_forward]
     if problem.layout == "striped":
         # rows are put in order before the call and back after it: all but one in W move to another rank
-        moving, inputs, out = problem.rows * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + a)
-        reordering = (moving * (inputs + out),) * 2 + (moving * (2 * inputs + out + H * D * e),) * 2
-        costs = replace(costs, bytes=Bytes(*map(sum, zip(astuple(costs.bytes), reordering, strict=True))))
-    return replace(costs, rows=int(lengths.max()), home=home if units.any() else branches)
-
-
-def _exchange_in_steps(name: str, units: torch.Tensor, keys: torch.Tensor, unit_bytes: int, steps: int, own: int = 0) -> Exchange:
-    """Returns the cost of an exchange in steps, see ``Exchange``.
-
-    A forward sends every needed unit once. A backward sends it again, and its gradient the other way. While a step is computed, its keys
-    are in memory, and what the next step sends and receives; in a backward also the gradients of its keys, and those of the step before.
-
-    ``units``: (W, W), see ``exchange_of``; ``keys``: (W,), the units that a rank has in memory in all steps together; ``unit_bytes``:
-    of a unit's key and value; ``own``: units of a rank whose gradients are counted elsewhere, since they are made last.
-    """
-    received, sent = max(zip((units.sum(1) * unit_bytes).tolist(), (units.sum(0) * unit_bytes).tolist(), strict=True))
-    ahead = (units.sum(0) + units.sum(1)) * min(AHEAD, steps)
-    with_gradients = torch.maximum(2 * keys - own, keys + ahead) if steps == 1 else 3 * keys + ahead
-    forward, backward = (int(x.max()) * unit_bytes // steps for x in (keys + ahead, with_gradients))
-    return Exchange(name=name, bytes=Bytes(sent, received, sent + received, sent + received), steps=steps, held=(forward, backward))
+        rows, inputs, out = problem.rows * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + a)
+        reordering = [rows * (inputs + out)] * 2 + [rows * (2 * inputs + out + H * D * e)] * 2
+        moved = [x + y for x, y in zip(moved, reordering, strict=True)]
+    # a rank has memory for all rows from the first to the last that it needs. While a step is computed, its keys are in memory, and what
+    # the next step sends and receives; in a backward also the gradients of its keys, and those of the step before. Of blocks the gradients
+    # of a rank's own keys are counted elsewhere, since they are made last
+    spanned = [key_span(ring_problem, rank) for rank in range(W)]
+    lengths = torch.tensor([span.end - span.start for span in spanned]) * (received > 0)
+    keys, own, ahead = lengths * Hk, 0 if blocks is None else problem.rows * Hk, (sent + received) * min(AHEAD, len(steps))
+    with_gradients = torch.maximum(2 * keys - own, keys + ahead) if len(steps) == 1 else 3 * keys + ahead
+    forward, backward = (int(x.max()) * unit_bytes // len(steps) for x in (keys + ahead, with_gradients))
+    return Exchange(
+        name="all_gather" if blocks is None else kind, bytes=Bytes(*moved), steps=len(steps), held=(forward, backward),
+        home=home if units.any() else branches, rows=int(lengths.max()),
+    )  # fmt: skip
 
 
 def memory_of(problem: Problem) -> MemoryEstimate:
