@@ -306,7 +306,7 @@ def segments_across(problem: RingProblem, length: int, queries: Range) -> list[t
         right = 0 if right is None else min(right, 0)
     segments = set[Range]()
     for position in (start, end - 1) if start < end else ():
-        # the last document that starts at the position or before; one without positions ends where the next one starts
+        # the last document that starts at the position or before
         first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
         first += (position - first) // length * length
         segments.add((first, min(first + length, last)))
