@@ -6,30 +6,51 @@ time in the recomputation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention.backends.base import Bias, new_lse
-from dilated_attention.backends.hardware import keep_for_graph
-from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_call, op_name, ring_call
+from dilated_attention.backends.hardware import detect, keep_for_graph
+from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_call, device_memory, op_name, ring_call
 from dilated_attention.distributed.comm.group import Members, members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
-from dilated_attention.distributed.exchange.run import Tensors
-from dilated_attention.distributed.exchange.setup import RingSetup, cached_setup, check_branches, make_setup
-from dilated_attention.distributed.exchange.step import Pair
-from dilated_attention.distributed.sharding.layout import ShardSpec, spans
-from dilated_attention.distributed.sharding.reshard import reshard
+from dilated_attention.distributed.exchange.blocks import BlockPart, block_parts, held_documents
+from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
+from dilated_attention.distributed.exchange.run import Pair, Part, SparseRows, Tensors, Term, parts_of
+from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, shards_of, spans
+from dilated_attention.distributed.sharding.reshard import Holdings, holdings, reshard
 from dilated_attention.engine.branches.launches import Masks, without_padding
+from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
-from dilated_attention.engine.ops.prepare import kernel_ready, new_like
+from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings
-from dilated_attention.pattern import pattern_from_spec
+from dilated_attention.pattern import DilatedPattern, pattern_from_spec
+
+# what ``exchange`` may be, besides "auto"; "ring" and "2d" run as "auto"
+EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
+# assumed rates (docs/ring.md): of a half-precision forward on an H200, and of what a rank receives by NCCL among four of them
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 600e12, 300e9
+# the fraction of a device's memory that the keys of two steps may take
+MEMORY_SHARE = 0.25
+# keys arrive in several steps if they take longer than STEP_SHARE of the time of the arithmetic: in at most MOST_STEPS, each of at least
+# STEP_BYTES, and with at least as much arithmetic as the host takes to issue the step (by kind of pattern)
+STEP_SHARE, MOST_STEPS, STEP_BYTES = 0.06, 4, 16 * 2**20
+HOST_SECONDS = {"dense": 0.3e-3, "blocks": 0.7e-3}
+# the most bytes of tables and lists in all cached setups, without those that ``block_lists`` caches, and the most setups
+MAX_CACHED_BYTES, MOST_SETUPS = 2**30, 512
+# with fewer bytes of keys and values per rank a call is not separated (``Crossing``): its two calls, merge and chosen rows take the host
+# longer than one call. Two H200s, LongNet 12×64 in 16 bits, forward + backward, separated and not: 32,768 a rank (96 MiB) 3.5 and 2.2 ms,
+# 131,072 (384 MiB) 5.7 and 8.6 ms (benchmarks/results)
+SMALL_BYTES = 2**27
 
 
 class ResolvedRing(ResolvedCall):
@@ -47,9 +68,9 @@ class ResolvedRing(ResolvedCall):
             """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
             if self.settings.branches is not None:
                 check_branches(self.settings, inputs[:3], seq_len, has_padding=inputs.key_padding_mask is not None)
-            return (
-                RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).setup.digest if self.settings.blocks else ""
-            )
+            if not self.settings.blocks:
+                return ""
+            return RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).setup.digest
 
         seq_len, number = agreed_call(members, inputs, self.settings, ring, bounds, self.alive, check_kernels)
         if inputs.q.shape[0]:
@@ -97,18 +118,17 @@ class RingPass:
         self.setup = cached_setup((*place, *options, q.dtype, q.device, q.shape, k.shape), self._make_setup)
         keep_for_graph(self.setup, q.device.type)
         self.masks = Masks(None, 0 if seed is None else int(seed.item()))
-        self.is_moved = self.padding is None and self.bias is None and self.setup.sharding is None
 
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
         documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
         setup = make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
-        tensors, sharding = self.tensors, setup.sharding
+        tensors, rank = self.tensors, self.members.rank
         session = None if self.members.group is None else sessions.get(self.members.group)
-        if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or sharding is not None):
+        if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or setup.moves):
             # the ranks have yet to connect, which takes a while
-            if sharding is not None:
-                queries, keys = (sides[self.members.rank] for sides in sharding.used)
+            if setup.moves:
+                queries, keys = (side[rank] for side in setup.moves[1])
                 holdings = zip(tensors, (queries, keys, keys), strict=True)
                 tensors = tuple([x.new_empty((len(x), of.rows, of.heads[1] - of.heads[0], x.shape[3])) for x, of in holdings])
             needs_grad = self.call.settings.needs_grad
@@ -116,8 +136,7 @@ class RingPass:
         return setup
 
     def _move(self, what: str) -> None:
-        """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on. Once in a pass."""
-        self.is_moved = True
+        """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on."""
         (q, k, v), bias = self.tensors, self.bias
         if bias is not None:
             by_position = self.call.settings.bias == "position"
@@ -142,20 +161,17 @@ class RingPass:
 
     def _reshard(self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False) -> Tensors:
         """Regroups tensors of queries (``q``) and keys (``k``), named by the letters of ``which``, for the computation or back as given."""
-        sharding = self.setup.sharding
-        if sharding is None:
+        if self.setup.moves is None:
             return tuple(tensors)
-        given, used = ([sides["qk".index(letter)] for letter in which] for sides in (sharding.given, sharding.used))
-        old, new = (used, given) if back else (given, used)
+        old, new = ([side["qk".index(letter)] for letter in which] for side in self.setup.moves[:: -1 if back else 1])
         return tuple(reshard(tensors, old, new, self.members.rank, self._wire(), what, add=add))
 
     def forward(self) -> Pair:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
-        if not self.is_moved:
-            self._move("forward")
+        self._move("forward")
         setup = self.setup
         out, lse = run.forward(setup.terms, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
-        if setup.sharding is not None:
+        if setup.moves:
             out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
             lse = lse.transpose(1, 2)
         return out.contiguous(), lse.contiguous()
@@ -163,10 +179,9 @@ class RingPass:
     def backward(self, lse: torch.Tensor, dlse: MaybeTensor) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
         dout, out = self.of_backward
-        if not self.is_moved:
-            self._move("backward")
+        self._move("backward")
         setup = self.setup
-        if setup.sharding is not None:
+        if setup.moves:
             if dlse is None and self.ring.lse_grad:
                 # other ranks may have a gradient of lse, and all must send the same
                 dlse = torch.zeros_like(lse)
@@ -176,9 +191,9 @@ class RingPass:
             lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
         wire, rest = self._wire() if setup.exchanges else None, (dout, out, lse, dlse)
         dq, dk, dv = run.backward(setup.terms, setup.steps, self.masks, self.tensors, rest, wire)
-        if setup.sharding is not None:
+        if setup.moves:
             # ranks that share a key/value head each have a contribution to its gradient
-            shared = setup.sharding.by_heads and self.num_kv_heads < self.members.size
+            shared = setup.by_heads and self.num_kv_heads < self.members.size
             (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
             dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
         return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
@@ -206,3 +221,250 @@ _ALTERNATIVES = {
 ring_attention_op, ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op = (
     define_attention(name, resolve_ring, alternative, new_saved=_new_whole) for name, alternative in _ALTERNATIVES.items()
 )
+
+
+# --- the setup of a kind of calls -------------------------------------------------------------------------------------------------
+# All of it follows from what every rank knows: no rank asks another, and nothing waits for a GPU.
+
+
+def steps_of(
+    kind: str, problem: RingProblem, sizes: tuple[int, int, int], memory: int, *, needs_grad: bool, forced: int = 0
+) -> list[Range]:
+    """Returns the key/value heads [first, last) of each step. All ranks must come to the same answer.
+
+    Args:
+        kind: a key of ``HOST_SECONDS``; calls of another kind take several steps only to save memory.
+        sizes: batch, head dim and bytes of an element.
+        memory: bytes of memory of a device.
+        forced: the number of steps that the caller asks for; 0 for any.
+    """
+    (batch, head_dim, itemsize), kv_heads = sizes, problem.num_kv_heads
+    # bytes of K and V at a position, of all heads
+    row_bytes = 2 * batch * head_dim * itemsize * kv_heads
+    # of the keys that a rank would hold at once, in training with their gradients
+    held, limit, count = problem.seq_len * row_bytes * (1 + needs_grad), max(1.0, MEMORY_SHARE * memory), 1
+    if held > limit:
+        if problem.blocks is not None:
+            most = [key_span(problem, rank) for rank in range(problem.size)]
+            held = max(span.end - span.start for span in most) * row_bytes * (1 + needs_grad)
+        count = math.ceil(2 * held / limit) if held > limit else 1
+    if kind in HOST_SECONDS and not forced:
+        # where heads need different positions, the mean over heads
+        needed = (problem.needed(rank) for rank in range(problem.size))
+        brought = max(x.count([(0, problem.seq_len)]) / x.heads for x in needed) * row_bytes
+        seconds = 4 * batch * head_dim * problem.pairs / FLOPS_PER_SECOND
+        if brought / BYTES_PER_SECOND > STEP_SHARE * seconds:
+            count = max(count, min(MOST_STEPS, int(brought) // STEP_BYTES, int(seconds / HOST_SECONDS[kind])))
+    count = min(forced or count, kv_heads)
+    return list(itertools.pairwise(kv_heads * step // count for step in range(count + 1)))
+
+
+def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: str) -> str | None:
+    """Returns why heads cannot be divided among ``parts`` ranks, or None if they can."""
+    if num_heads % parts:
+        return f"{num_heads} heads are not a multiple of {parts} ranks"
+    if num_kv_heads % parts and parts % num_kv_heads:
+        return f"{num_kv_heads} key/value heads and {parts} ranks: neither is a multiple of the other"
+    if branch_heads == "split":
+        return "branch_heads='split' gives heads branches of their own"
+    return None
+
+
+def exchange_of(name: str, layout: str, size: int, num_heads: int, num_kv_heads: int, *, is_dense: bool, is_causal: bool) -> str:
+    """Returns the exchange that ``name`` stands for. ``"auto"`` divides the heads (``"all_to_all"``) only for dense causal calls on
+    contiguous shards, where the last rank would have most of the work. Elsewhere needed keys are fewer bytes, or travel while others are
+    computed."""
+    if name in ("all_gather", "all_to_all"):
+        return name
+    uneven = is_dense and is_causal and layout == "contiguous" and size > 1
+    return "all_to_all" if uneven and why_no_heads(num_heads, num_kv_heads, size, "all") is None else "all_gather"
+
+
+class Crossing(NamedTuple):
+    """How a call is separated into branches whose segments stay within ranks and branches that cross ranks.
+
+    A rank computes the former by the engine on its own rows, while the keys of the latter are in flight. The latter are usually sparse: if
+    all of them take every g-th position of each head, they are a pattern (w/g, r/g) on N/g positions. It is computed as a ring of its own,
+    on every g-th row of each head of a rank's tensors, and merged into the rest.
+
+    Attributes:
+        home: the branches that stay within ranks, on all positions.
+        problem: the branches that cross ranks, on every g-th position.
+        step: g.
+        offsets: the position, below g, of the first row of each key/value head and of its query heads.
+    """
+
+    home: DilatedPattern
+    problem: RingProblem
+    step: int
+    offsets: tuple[int, ...]
+
+
+def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
+    """Returns how a call is separated; None if it is not: all branches stay within ranks or all cross them, those that cross have no common
+    g > 1, or a rank's keys and values, of ``row_bytes`` a position, have fewer than SMALL_BYTES."""
+    pattern, H = problem.pattern, problem.num_heads
+    if pattern is None or problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
+        return None
+    if pattern.branch_heads != "all" or problem.blocks is not None or len(problem.documents) != 1 or problem.window:
+        return None
+    if pattern.tail != "mask" and not problem.is_causal:
+        return None
+    N, bounds = problem.seq_len, {bound for spans in problem.shards for span in spans for bound in span}
+    stays = [all(bound % length == 0 or bound == N for bound in bounds) for length, _ in pattern.branches]
+    crossing = [b for b, inside in enumerate(stays) if not inside]
+    if all(stays) or not any(stays):
+        return None
+    # a segment that is longer than the sequence is as good as one of its length
+    branches = [(min(length, N), rate) for length, rate in pattern.branches]
+    step = math.gcd(N, *(x for b in crossing for x in branches[b]), *bounds)
+    offsets = pattern.offsets(H)
+    # the query heads of a key/value head must all take the same one of the g positions
+    group = H // problem.num_kv_heads
+    first_rows = [{offsets[b][h] % step for b in crossing for h in range(head, head + group)} for head in range(0, H, group)]
+    if step == 1 or any(len(x) > 1 for x in first_rows):
+        return None
+    firsts = tuple([x.pop() for x in first_rows])
+    sparse_offsets = tuple(tuple((offsets[b][h] - firsts[h // group]) // step for h in range(H)) for b in crossing)
+    lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in crossing)), strict=True)
+    sparse = replace(
+        problem,
+        pattern=DilatedPattern(lengths, rates, sparse_offsets, "all", pattern.tail),
+        documents=((0, N // step),),
+        shards=tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
+    )
+    home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
+    return Crossing(home, sparse, step, firsts)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RingSetup:
+    """What calls of the same kind have in common. It is made once, since making it takes the host longer than a short call takes.
+
+    Args:
+        steps: the steps of the exchange, each of some key/value heads.
+        nbytes: bytes of its tables and lists.
+        exchanges: whether any rank sends keys; the same on all ranks.
+        terms: what a pass computes, see ``run.py``.
+        moves: what each rank holds before and after the computation, and during it; None if that is the same.
+        by_heads: each rank computes some heads of the whole sequence, so no keys are exchanged.
+        digest: see ``KeptBlocks``.
+    """
+
+    steps: tuple[Step, ...]
+    nbytes: int
+    exchanges: bool
+    terms: tuple[Term, ...]
+    moves: tuple[Holdings, Holdings] | None = None
+    by_heads: bool = False
+    digest: str = ""
+
+
+_setups: dict[Hashable, RingSetup] = {}
+
+
+def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
+    """Returns the setup of calls of this kind, and makes it for the first of them. A full cache forgets all other setups, since those of
+    packed batches are not used again."""
+    setup = _setups.get(kind)
+    if setup is None:
+        setup = make()
+        # a copy, since threads of other groups may add theirs meanwhile
+        if len(_setups) >= MOST_SETUPS or setup.nbytes + sum(x.nbytes for x in _setups.copy().values()) > MAX_CACHED_BYTES:
+            _setups.clear()
+        _setups[kind] = setup
+    return setup
+
+
+def check_branches(settings: CallSettings, tensors: Tensors, num_keys: int, *, has_padding: bool) -> None:
+    """Raises BackendUnavailable if this rank has no kernels for some pass of dilated or dense attention."""
+    for is_backward in (False, True) if settings.needs_grad else (False,):
+        # dout is like q. A plan for named hardware compiles nothing; the whole call is never launched, only its parts are
+        views = (*tensors, tensors[0]) if is_backward else tensors
+        make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys, hardware=detect(tensors[0].device))
+
+
+def make_setup(
+    members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
+) -> RingSetup:
+    """Makes the setup of calls like this one; raises BackendUnavailable if this rank has no kernels for blocks of some pass."""
+    # 1. which rows and heads each rank holds while it computes
+    q, k, _ = tensors
+    me, size, device, N = members.rank, members.size, k.device, ring.seq_len
+    (B, _, H, D), Hk = q.shape, k.shape[2]
+    blocks, pattern = pattern_from_spec(settings.blocks) if settings.blocks else None, settings.pattern if settings.branches else None
+    is_dense = blocks is None and pattern is not None and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= N
+    exchange = exchange_of(ring.exchange, ring.layout, size, H, Hk, is_dense=is_dense, is_causal=settings.is_causal)
+    by_heads, moves, first, last, kv_heads = exchange == "all_to_all", None, 0, H, Hk
+    # with ``by_heads`` a rank needs no other, so the problem is one of a single rank. Nothing here may hold the group: a setup outlives
+    # groups, and another group may get the same name
+    shards: tuple[Runs, ...] = (((0, N),),) if by_heads else shards_of(N, size, ring.layout, is_causal=settings.is_causal)
+    own_index, is_shared = (0, False) if by_heads else (me, size > 1)
+    if size > 1 and (by_heads or ring.layout == "striped"):
+        given = holdings([spans(N, rank, size, ring.layout) for rank in range(size)], H, Hk, by_heads=False)
+        rows = [tuple((start, stop, 1) for start, stop in runs) for runs in (shards * size if by_heads else shards)]
+        moves = given, holdings(rows, H, Hk, by_heads=by_heads)
+        (first, last), (low, high) = (side[me].heads for side in moves[1])
+        kv_heads = high - low
+    # has the shape of this rank's queries while it computes, but takes no memory
+    q_like = q.new_empty((1, 1, 1, 1)).expand(B, sum(end - start for start, end in shards[own_index]), last - first, D)
+    if pattern is not None and pattern.branch_heads == "all":
+        pattern = pattern.with_heads(first, last, H)
+    problem = RingProblem(
+        pattern, documents, shards, last - first, kv_heads, settings.is_causal,
+        None if pattern is None else settings.window_sides, blocks, device,
+    )  # fmt: skip
+    # 2. which branches are computed apart, which span of keys this rank holds, and how many heads a step brings
+    terms, sparse_rows, row_bytes = list[Term](), None, 2 * B * D * k.element_size() * kv_heads
+    # masks and dropout count all positions, and detached mixing needs the outputs of all branches
+    may_separate = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
+    if is_shared and may_separate and (crossing := crossing_of(problem, row_bytes)) is not None:
+        home = parts_of(replace(problem, pattern=crossing.home, window=None), settings, (0, last - first), own_index, None, first)
+        terms, problem = [Term((home,), q_like)], crossing.problem
+        sparse_rows = SparseRows(crossing.step, crossing.offsets, q_like, device)
+        q_like = q_like[:, :: crossing.step]
+    span, steps_of_heads = key_span(problem, own_index), [(0, kv_heads)]
+    # heads that run different branches are not divided into steps
+    if is_shared and (pattern is None or pattern.branch_heads == "all"):
+        kind, sizes = "dense" if is_dense else "dilated" if blocks is None else "blocks", (B, D, k.element_size())
+        memory = device_memory(device)
+        steps_of_heads = steps_of(kind, problem, sizes, memory, needs_grad=settings.needs_grad, forced=ring.head_steps)
+    same_rows = len(steps_of_heads) > 1 and problem.heads_alike and not settings.dropout_p
+    # 3. what each step brings, and what is computed with it
+    steps = list[Step]()
+    for index, heads in enumerate(steps_of_heads):
+        what = f"heads {index + 1} of {len(steps_of_heads)}"
+        # the same rows of as many other heads share all that the first step has, and their parts even the plans
+        is_alike = index > 0 and same_rows and heads[1] - heads[0] == steps[0].num_kv_heads
+        steps.append(replace(steps[0], what=what, kv_heads=heads) if is_alike else make_step(problem, own_index, heads, span, what, device))
+    exchanges = is_shared and any(problem.needed(rank, step.kv_heads).pieces for step in steps for rank in range(size))
+
+    def term_of(make: Callable[[Range], tuple[Part, ...]], chosen_rows: SparseRows | None) -> Term:
+        parts = list[tuple[Part, ...]]()
+        for step in steps:
+            heads = step.kv_heads[0] * (last - first) // kv_heads, step.kv_heads[1] * (last - first) // kv_heads
+            is_alike = step is not steps[0] and step.sources is steps[0].sources
+            parts.append(tuple([replace(part, heads=heads) for part in parts[0]]) if is_alike else make(heads))
+        return Term(parts, q_like, steps, chosen_rows)
+
+    if pattern is not None:
+        terms.append(term_of(lambda heads: parts_of(problem, settings, heads, own_index, span, first), sparse_rows))
+    tables = {id(x): x.nbytes for step in steps for x in (step.send.numbers, step.place.numbers, step.sources, step.own_places)}
+    if blocks is not None:
+        documents_held = held_documents(problem, own_index, span, settings, device)
+        terms.append(term_of(lambda heads: block_parts(documents_held, heads, device), None))
+        # before any rank sends anything; raises BackendUnavailable if this rank has no kernels for some pass
+        for part, (q_part, k_part, _) in run.dry_run(terms[-1:], steps, tensors):
+            assert isinstance(part, BlockPart)
+            tables[id(part.lists)] = part.lists.nbytes
+            for is_backward in (False, True) if settings.needs_grad else (False,):
+                part.backend(q_part, k_part, padding is not None, is_backward)
+    return RingSetup(
+        steps=tuple(steps),
+        nbytes=sum(tables.values()),
+        exchanges=exchanges,
+        terms=tuple(terms),
+        moves=moves,
+        by_heads=by_heads,
+        digest="" if blocks is None else problem.kept.digest,
+    )

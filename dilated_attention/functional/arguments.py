@@ -12,8 +12,7 @@ import torch
 from dilated_attention import validation as check
 from dilated_attention.backends import PRECISIONS, registry
 from dilated_attention.distributed.comm.group import group_name_of, members_named
-from dilated_attention.distributed.exchange.setup import EXCHANGES, why_no_heads
-from dilated_attention.distributed.ring_pass import resolve_ring
+from dilated_attention.distributed.ring_pass import EXCHANGES, resolve_ring, why_no_heads
 from dilated_attention.distributed.sharding.layout import Layout, layout_name
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.engine.ops.bounds import own_bounds

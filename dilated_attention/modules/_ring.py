@@ -13,7 +13,7 @@ from torch import nn
 from dilated_attention import validation as check
 from dilated_attention.distributed.comm.call_consistency import agree, checked_length
 from dilated_attention.distributed.comm.group import group_name_of, members_named
-from dilated_attention.distributed.exchange.setup import EXCHANGES
+from dilated_attention.distributed.ring_pass import EXCHANGES
 from dilated_attention.distributed.sharding.layout import Layout, layout_name, positions_of, short_name
 from dilated_attention.functional.arguments import place_in
 from dilated_attention.functional.options import DEFAULTS

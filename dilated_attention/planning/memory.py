@@ -18,13 +18,12 @@ import torch
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.block_gather import PIECE_BYTES, PIECE_BYTES_GPU
+from dilated_attention.distributed import ring_pass
 from dilated_attention.distributed.comm.call_consistency import device_memory
-from dilated_attention.distributed.exchange import blocks, setup
-from dilated_attention.distributed.exchange.plan import Needed, RingBlockProblem, RingProblem, key_span, needed_keys
+from dilated_attention.distributed.exchange.plan import RingProblem, key_span
 from dilated_attention.distributed.exchange.run import AHEAD, HOST_MS
-from dilated_attention.distributed.sharding.layout import joined, spans
+from dilated_attention.distributed.sharding.layout import shards_of
 from dilated_attention.engine.blocks.lists import block_lists
-from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern, Intersection, MaskFunction, PerHead, Sparsity, Union
 from dilated_attention.pattern.blocks.base import FULL, PARTIAL, head_of, state_of
@@ -183,7 +182,7 @@ class Exchange:
         steps: in how many steps, each of some heads, the keys arrive.
         held: bytes of keys in memory for the exchange: in the forward, and in the backward together with gradients on their way.
         is_exact: whether the figures were read from the needs in the whole sequence; else from those in two shorter ones.
-        rows: positions whose keys are in memory at a step of an all_gather of branches or dense attention.
+        rows: positions whose keys are in memory at a step.
         home: in an all_gather of branches, those that a rank computes from its own keys; None if all branches read received keys.
     """
 
@@ -206,19 +205,21 @@ def exchange_of(problem: Problem) -> Exchange:
         return NO_EXCHANGE
     # in whole GiB, as the ranks of a call see it: see ``device_memory``
     memory = device_memory(torch.device("cpu")) if problem.machine.is_cpu else problem.machine.memory >> 30 << 30
-    if isinstance(problem.pattern, BlockPattern):
-        return _exchange_of_blocks(problem, problem.pattern, memory)
-    return _exchange_of_branches(problem, problem.pattern, memory)
-
-
-def _exchange_of_branches(problem: Problem, pattern: DilatedPattern, memory: int) -> Exchange:
-    """Returns the exchange of a dense or dilated call, from the keys that each rank needs. ``memory``: bytes of a device."""
-    W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
+    pattern, W, N, H, Hk = problem.pattern, problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
     B, D, e, a = problem.batch_size, problem.head_dim, problem.dtype.itemsize, accumulation_dtype(problem.dtype).itemsize
+    blocks, branches = (pattern, None) if isinstance(pattern, BlockPattern) else (None, pattern)
+    if blocks is not None and num_blocks(blocks, N, H) > _MOST_RING_BLOCKS and (longest := 8 * max(blocks.q_block, blocks.k_block) * W) < N:
+        # extrapolated linearly from two shorter ones: the edges of a window stay as they are, and what is spread over the sequence grows
+        while num_blocks(blocks, 2 * longest, H) <= _MOST_RING_BLOCKS:
+            longest *= 2
+        short, long = (exchange_of(problem.of_length(n)) for n in (longest // 2, longest))
+        figures = zip((*astuple(short.bytes), *short.held), (*astuple(long.bytes), *long.held), strict=True)
+        *moved, forward, backward = (max(y, y + (y - x) * (N - longest) * 2 // longest) for x, y in figures)
+        return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     is_dense = problem.computes == "dense"
-    name = setup.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
-    if name == "all_to_all":
-        if reason := setup.why_no_heads(H, Hk, W, pattern.branch_heads):
+    name = ring_pass.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
+    if branches is not None and name == "all_to_all":
+        if reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
         # a forward brings q, k, v of the others' rows for the rank's heads, and out and lse of its own rows for the others' heads. A
         # backward brings that, dout, out and lse, and returns gradients, those of a key/value head from every rank that shares it
@@ -226,77 +227,42 @@ def _exchange_of_branches(problem: Problem, pattern: DilatedPattern, memory: int
         forward = rows * ((heads + 2 * kv_heads) * element + heads * (element + a))
         backward = forward + rows * (2 * heads * element + 2 * kv_heads * (D * a if Hk < W else element))
         return Exchange(name=name, bytes=Bytes(forward, forward, backward, backward), steps=1, held=(0, 0))
-    sharding = setup.make_sharding_plan(N, W, problem.layout, name, H, Hk, problem.is_causal)
-    shards = tuple(sharding.ranges(rank) for rank in range(W))
-    ring_problem = RingProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
+    shards = shards_of(N, W, problem.layout, is_causal=problem.is_causal)
+    ring_problem = RingProblem(branches, ((0, N),), shards, H, Hk, problem.is_causal, blocks=blocks)
     # bytes of the keys and values of one position and head
-    unit_bytes = 2 * B * D * e
-    crossing = setup.crossing_of(ring_problem, unit_bytes * Hk)
-    exchanged, home = (ring_problem, None) if crossing is None else (crossing.problem, crossing.home)
-    units = _needed_units([needed_keys(exchanged, rank) for rank in range(W)], exchanged.shards, Hk)
-    spanned = [key_span(exchanged, rank) for rank in range(W)]
-    lengths = torch.tensor([span.end - span.start for span in spanned]) * (units.sum(1) > 0)
-    kind, needed_of = "dense" if is_dense else "dilated", functools.partial(needed_keys, exchanged)
-    steps = setup.steps_of(
-        kind, exchanged, needed_of, exchanged.seq_len, setup.mean_pairs(exchanged), (B, D, e), memory, needs_grad=problem.training
-    )
-    costs = _exchange_in_steps(name, units, lengths * Hk, unit_bytes, len(steps) if pattern.branch_heads == "all" else 1)
+    unit_bytes, home = 2 * B * D * e, None
+    if (crossing := ring_pass.crossing_of(ring_problem, unit_bytes * Hk)) is not None:
+        ring_problem, home = crossing.problem, crossing.home
+    kind, steps = "blocks" if blocks is not None else "dense" if is_dense else "dilated", [(0, Hk)]
+    if branches is None or branches.branch_heads == "all":
+        steps = ring_pass.steps_of(kind, ring_problem, (B, D, e), memory, needs_grad=problem.training)
+    # how many units, one row of one key/value head each, rank [reader] needs of rank [holder]. All heads of a step of blocks receive what
+    # one of them needs
+    units = torch.zeros((W, W), dtype=torch.int64)
+    for low, high in steps:
+        needed = (ring_problem.needed(rank, (low, high)) for rank in range(W))
+        units += torch.tensor([[x.count(shard) * ((high - low) // x.heads) for shard in ring_problem.shards] for x in needed])
+    received, sent = units.sum(1), units.sum(0)
+    # a forward sends every needed unit once. A backward sends it again, and its gradient the other way
+    in_forward, out_forward = max(zip((received * unit_bytes).tolist(), (sent * unit_bytes).tolist(), strict=True))
+    moved = [out_forward, in_forward, in_forward + out_forward, in_forward + out_forward]
     if problem.layout == "striped":
         # rows are put in order before the call and back after it: all but one in W move to another rank
-        moved, inputs, out = problem.rows * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + a)
-        reordering = (moved * (inputs + out),) * 2 + (moved * (2 * inputs + out + H * D * e),) * 2
-        costs = replace(costs, bytes=Bytes(*map(sum, zip(astuple(costs.bytes), reordering, strict=True))))
-    return replace(costs, rows=int(lengths.max()), home=home if units.any() else pattern)
-
-
-def _needed_units(needed: list[Needed], shards: tuple[tuple[Range, ...], ...], kv_heads: int) -> torch.Tensor:
-    """Returns int64 (W, W): how many units, one row of one key/value head each, rank [reader] needs of rank [holder]."""
-    return torch.tensor([[x.count(shard) * (kv_heads // x.heads) for shard in shards] for x in needed])
-
-
-def _exchange_in_steps(name: str, units: torch.Tensor, keys: torch.Tensor, unit_bytes: int, steps: int, own: int = 0) -> Exchange:
-    """Returns the cost of an exchange in steps, see ``Exchange``.
-
-    A forward sends every needed unit once. A backward sends it again, and its gradient the other way. While a step is computed, its keys
-    are in memory, and what the next step sends and receives; in a backward also the gradients of its keys, and those of the step before.
-
-    ``units``: (W, W), see ``_needed_units``; ``keys``: (W,), the units that a rank has in memory in all steps together; ``unit_bytes``:
-    of a unit's key and value; ``own``: units of a rank whose gradients are counted elsewhere, since they are made last.
-    """
-    received, sent = max(zip((units.sum(1) * unit_bytes).tolist(), (units.sum(0) * unit_bytes).tolist(), strict=True))
-    ahead = (units.sum(0) + units.sum(1)) * min(AHEAD, steps)
-    with_gradients = torch.maximum(2 * keys - own, keys + ahead) if steps == 1 else 3 * keys + ahead
-    forward, backward = (int(x.max()) * unit_bytes // steps for x in (keys + ahead, with_gradients))
-    return Exchange(name=name, bytes=Bytes(sent, received, sent + received, sent + received), steps=steps, held=(forward, backward))
-
-
-def _exchange_of_blocks(problem: Problem, pattern: BlockPattern, memory: int) -> Exchange:
-    """Reads the exchange from the ranks' lists. That of a long sequence is extrapolated linearly from two shorter ones: the edges of a
-    window stay as they are, and what is spread over the sequence grows with it."""
-    W, N, H, Hk = problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
-    if num_blocks(pattern, N, H) > _MOST_RING_BLOCKS and (longest := 8 * max(pattern.q_block, pattern.k_block) * W) < N:
-        while num_blocks(pattern, 2 * longest, H) <= _MOST_RING_BLOCKS:
-            longest *= 2
-        short, long = (exchange_of(problem.of_length(n)) for n in (longest // 2, longest))
-        figures = zip((*astuple(short.bytes), *short.held), (*astuple(long.bytes), *long.held), strict=True)
-        *moved, forward, backward = (max(b, b + (b - a) * (N - longest) * 2 // longest) for a, b in figures)
-        return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
-    shards = tuple(joined((start, stop) for start, stop, _ in spans(N, rank, W, problem.layout)) for rank in range(W))
-    ring_problem = RingBlockProblem(pattern, ((0, N),), shards, H, Hk, problem.is_causal)
-    needs = blocks.needs_of(ring_problem, torch.device("cpu"))
-    sizes = problem.batch_size, problem.head_dim, problem.dtype.itemsize
-    needed_of = functools.partial(blocks.needed_blocks, ring_problem, needs)
-    held, pairs = setup.held_blocks(ring_problem, needs), setup.block_pairs(ring_problem, needs)
-    steps = setup.steps_of("blocks", ring_problem, needed_of, held, pairs, sizes, memory, needs_grad=problem.training)
-    units = torch.zeros((W, W), dtype=torch.int64)
-    for kv_heads in setup.heads_of(steps):
-        # all heads of a step receive what one of them needs
-        needed = [needed_of(rank, kv_heads) for rank in range(W)]
-        units += _needed_units(needed, shards, kv_heads[1] - kv_heads[0])
-    # a rank has memory for all rows from the first to the last that it needs
-    lengths = torch.tensor([end - start for start, end in (blocks.block_span(ring_problem, needs, rank) for rank in range(W))])
-    unit_bytes = 2 * problem.batch_size * problem.head_dim * problem.dtype.itemsize
-    return _exchange_in_steps("blocks", units, lengths * (units.sum(1) > 0) * Hk, unit_bytes, len(steps), problem.rows * Hk)
+        rows, inputs, out = problem.rows * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + a)
+        reordering = [rows * (inputs + out)] * 2 + [rows * (2 * inputs + out + H * D * e)] * 2
+        moved = [x + y for x, y in zip(moved, reordering, strict=True)]
+    # a rank has memory for all rows from the first to the last that it needs. While a step is computed, its keys are in memory, and what
+    # the next step sends and receives; in a backward also the gradients of its keys, and those of the step before. Of blocks the gradients
+    # of a rank's own keys are counted elsewhere, since they are made last
+    spanned = [key_span(ring_problem, rank) for rank in range(W)]
+    lengths = torch.tensor([span.end - span.start for span in spanned]) * (received > 0)
+    keys, own, ahead = lengths * Hk, 0 if blocks is None else problem.rows * Hk, (sent + received) * min(AHEAD, len(steps))
+    with_gradients = torch.maximum(2 * keys - own, keys + ahead) if len(steps) == 1 else 3 * keys + ahead
+    forward, backward = (int(x.max()) * unit_bytes // len(steps) for x in (keys + ahead, with_gradients))
+    return Exchange(
+        name="all_gather" if blocks is None else kind, bytes=Bytes(*moved), steps=len(steps), held=(forward, backward),
+        home=home if units.any() else branches, rows=int(lengths.max()),
+    )  # fmt: skip
 
 
 def memory_of(problem: Problem) -> MemoryEstimate:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import pytest
 import torch
 
 from dilated_attention.distributed.exchange import copies_triton
-from dilated_attention.distributed.exchange import step as copies_torch
-from dilated_attention.distributed.exchange.plan import RingProblem, key_span, needed_keys
-from dilated_attention.distributed.exchange.step import Step, make_step
+from dilated_attention.distributed.exchange import run as copies_torch
+from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
 from dilated_attention.pattern import DilatedPattern
 
 CPU = torch.device("cpu")
@@ -33,8 +31,7 @@ def random_step(seed: int) -> tuple[Step, int, int, int, int, torch.dtype]:
     problem, rank = RingProblem(pattern, ((0, N),), shards, H, Hk, rng.random() < 0.5), rng.randrange(len(shards))
     heads = (0, Hk) if rng.random() < 0.5 else (Hk - 1, Hk)
     span, rows = key_span(problem, rank), sum(end - start for start, end in shards[rank])
-    needed = functools.cache(functools.partial(needed_keys, problem, kv_heads=heads))
-    step = make_step(shards, rank, needed, heads, (span.start, span.end), "", CPU)
+    step = make_step(problem, rank, heads, span, "", CPU)
     return step, rows, Hk, B, D, rng.choice((torch.float32, torch.bfloat16))
 
 

@@ -19,8 +19,8 @@ from torch.testing import assert_close
 
 from dilated_attention import DilatedPattern, attention, dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.backends import registry
-from dilated_attention.distributed import LAYOUTS, Layout, shard_sequence
-from dilated_attention.distributed.exchange import run, setup
+from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, shard_sequence
+from dilated_attention.distributed.exchange import run
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
     Result,
@@ -103,9 +103,9 @@ def test_biases_by_kernels(pool: Pool) -> None:
 
 def other_ways(rank: int, world: int, nbytes: int) -> None:
     """From now on, branches across ranks are computed apart from this size on."""
-    setup.SMALL_BYTES = nbytes
+    ring_pass.SMALL_BYTES = nbytes
     registry.cached.clear()
-    setup._setups.clear()
+    ring_pass._setups.clear()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -127,7 +127,7 @@ def test_branches_that_cross_ranks(world: int) -> None:
     try:
         check(pool, spreads)
     finally:
-        pool.run(other_ways, setup.SMALL_BYTES)
+        pool.run(other_ways, ring_pass.SMALL_BYTES)
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
@@ -235,8 +235,8 @@ def test_a_gradient_of_lse_on_one_rank_alone(pool: Pool, exchange: str, layout: 
 
 def by_single_heads(rank: int, world: int, spreads: Sequence[Spread]) -> list[list[Result]]:
     """The calls where no memory holds the keys of two heads."""
-    setup._setups.clear()
-    with mock.patch.object(setup, "MEMORY_SHARE", 1e-12):
+    ring_pass._setups.clear()
+    with mock.patch.object(ring_pass, "MEMORY_SHARE", 1e-12):
         return ring_cases.run(rank, world, spreads)
 
 
@@ -277,7 +277,7 @@ def planned(rank: int, world: int, name: str) -> tuple[int, int]:
         compile_ahead(*args, **kwargs)
         connected[0] = 1
 
-    changes = ((run, "make_plan", counted), (run, "compile_ahead", ahead), (setup, "SMALL_BYTES", 0))
+    changes = ((run, "make_plan", counted), (run, "compile_ahead", ahead), (ring_pass, "SMALL_BYTES", 0))
     with byte_limits_of_one(), contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(mock.patch.object(*change))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dilated_attention import DilatedPattern
-from dilated_attention.distributed.exchange import setup
+from dilated_attention.distributed import ring_pass
 from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead, RandomBlocks
 from dilated_attention.planning.memory import Bytes
 from dilated_attention.testing import inputs
@@ -59,7 +59,7 @@ def by_heads(spread: Spread, world: int) -> bool:
     case, pattern = spread.case, spread.case.pattern
     is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= case.num_keys
     sizes = world, case.heads, case.kv_heads
-    return setup.exchange_of(spread.exchange, spread.layout, *sizes, is_dense=is_dense, is_causal=case.is_causal) == "all_to_all"
+    return ring_pass.exchange_of(spread.exchange, spread.layout, *sizes, is_dense=is_dense, is_causal=case.is_causal) == "all_to_all"
 
 
 def calls_of(world: int, count: int) -> list[Spread]:
@@ -134,7 +134,7 @@ def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
         beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
         options: dict[str, Any] = {
             "is_causal": case.is_causal,
-            "head_steps": setup.even_steps(case.kv_heads, spread.head_steps or 1),
+            "head_steps": [case.kv_heads // (spread.head_steps or 1)] * (spread.head_steps or 1),
             "branches": beside,
         }
         for rank in range(world):

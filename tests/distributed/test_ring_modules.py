@@ -26,8 +26,7 @@ from dilated_attention import (
     shard_sequence,
 )
 from dilated_attention.backends import registry
-from dilated_attention.distributed import Layout
-from dilated_attention.distributed.exchange import setup
+from dilated_attention.distributed import Layout, ring_pass
 from dilated_attention.models import LongNetConfig, LongNetLM, average_gradients
 from dilated_attention.modules import set_layout
 from dilated_attention.pattern import BigBird, LocalWindow
@@ -275,14 +274,14 @@ def test_a_model_gets_another_layout_for_each_batch() -> None:
 
 
 def test_setups_are_forgotten_where_they_are_too_many_or_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "_setups", {})
-    monkeypatch.setattr(setup, "MAX_CACHED_BYTES", 100)
-    monkeypatch.setattr(setup, "MOST_SETUPS", 3)
+    monkeypatch.setattr(ring_pass, "_setups", {})
+    monkeypatch.setattr(ring_pass, "MAX_CACHED_BYTES", 100)
+    monkeypatch.setattr(ring_pass, "MOST_SETUPS", 3)
     kept = []
     for kind, nbytes in enumerate((60, 40, 1, 30, 30, 30, 0)):
-        one = setup.RingSetup(steps=(), nbytes=nbytes, exchanges=False, terms=())
-        assert all(setup.cached_setup(kind, lambda one=one: one) is one for _ in range(2))
-        kept.append([*setup._setups])
+        one = ring_pass.RingSetup(steps=(), nbytes=nbytes, exchanges=False, terms=())
+        assert all(ring_pass.cached_setup(kind, lambda one=one: one) is one for _ in range(2))
+        kept.append([*ring_pass._setups])
     assert kept == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [5, 6]]
 
 

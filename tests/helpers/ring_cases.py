@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention, shard_sequence
-from dilated_attention.distributed import LAYOUTS, Layout, spans
-from dilated_attention.distributed.exchange import setup
-from dilated_attention.distributed.exchange.setup import why_no_heads
+from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, spans
+from dilated_attention.distributed.ring_pass import why_no_heads
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import Case, Inputs, Result, inputs, results
 from tests.helpers.forms import ring
@@ -199,15 +198,15 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
 
 @contextmanager
 def byte_limits_of_one() -> Iterator[None]:
-    before = setup.STEP_BYTES, setup.HOST_SECONDS
+    before = ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS
     # calls of a kind share their preparation, which depends on the limits
-    setup._setups.clear()
-    setup.STEP_BYTES, setup.HOST_SECONDS = 1, dict.fromkeys(before[1], 1e-30)
+    ring_pass._setups.clear()
+    ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS = 1, dict.fromkeys(before[1], 1e-30)
     try:
         yield
     finally:
-        setup.STEP_BYTES, setup.HOST_SECONDS = before
-        setup._setups.clear()
+        ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS = before
+        ring_pass._setups.clear()
 
 
 def run(

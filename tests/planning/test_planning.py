@@ -201,6 +201,12 @@ def test_a_window_brings_a_rank_the_blocks_beside_it() -> None:
     assert plan("ring_dilated", 2**18, segment_lengths=(2048,), dilation_rates=(1,)).exchange.bytes.forward_received == 0
 
 
+def test_segments_that_do_not_divide_one_another_need_no_memory_for_the_whole_document() -> None:
+    """A memory begins where all branches begin a segment, here every 150,000 positions."""
+    found = plan("ring_dilated", 2**20, world_size=8, segment_lengths=(3000, 50_000), dilation_rates=(1, 3)).exchange
+    assert 2**17 < found.rows < 2**17 + 150_000 + 50_000
+
+
 @pytest.mark.parametrize(
     "row", [r for r in lines_of("2026-11-21-h200/floor.jsonl") if r["backend"] == "auto"], ids=lambda r: f"{r['shape']} {r['N']}"
 )

@@ -8,31 +8,16 @@ block, and rows that the rank does not hold count for nothing.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
-from dilated_attention.distributed.exchange.plan import (
-    KeySpan,
-    Needed,
-    RingBlockProblem,
-    RingProblem,
-    Wanted,
-    aligned_span,
-    key_span,
-    union,
-    wanted_keys,
-)
-from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at, narrow
-from dilated_attention.distributed.exchange.step import Pair, Step, on_device
-from dilated_attention.distributed.sharding.layout import joined
-from dilated_attention.engine.blocks.lists import block_lists, building_device, select_rows
-from dilated_attention.engine.branches.launches import Into, Masks
+from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, on_device
+from dilated_attention.distributed.exchange.run import Pair, Part, Tensors, masks_at
+from dilated_attention.engine.blocks.lists import select_groups, select_rows
+from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.prepare import options_of, select_backend
 from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_request, forward_lists
@@ -40,104 +25,12 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
-@dataclass(frozen=True, eq=False)
-class NeededBlocks:
-    """``edges``: (C + 1,) the positions at which the key blocks of all documents begin, and N; ``kept``: bool (W, K or 1, C + 2), whether a
-    rank needs a key block for a key/value head (1 for all), with a False on either side; ``blocks``: the most blocks that a rank computes,
-    over all heads; ``digest``: hash of the lists, if patterns cannot be compared."""
-
-    edges: np.ndarray
-    kept: np.ndarray
-    blocks: float
-    digest: str
-
-    def runs(self, rank: int, kv_heads: tuple[int, int | None] = (0, None)) -> list[Range]:
-        """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads or for all."""
-        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else np.logical_or.reduce(self.kept[rank, slice(*kv_heads)])
-        ends = self.edges[kept[1:] != kept[:-1]].tolist()
-        return list(zip(ends[::2], ends[1::2], strict=True))
-
-
-def lists_of(ring_problem: RingBlockProblem, document: Range, device: torch.device) -> BlockLists:
-    """Returns the lists of a whole document, on the device or, where they are short, on the host: each rank's rows are chosen from them."""
-    pattern, length = ring_problem.pattern, document[1] - document[0]
-    where = building_device(pattern, length, length, ring_problem.num_heads, device)
-    return block_lists(pattern, length, ring_problem.num_heads, is_causal=ring_problem.is_causal, device=where)
-
-
-def query_blocks(ring_problem: RingBlockProblem, rank: int, document: Range) -> tuple[Range, ...]:
-    """Returns the runs of query blocks of a document of which a rank holds rows, ascending and apart."""
-    (start, end), block = document, ring_problem.pattern.q_block
-    inside = [(max(low, start) - start, min(high, end) - start) for low, high in ring_problem.shards[rank]]
-    return joined((low // block, -(-high // block)) for low, high in inside if low < high)
-
-
-@functools.lru_cache(maxsize=32)
-@torch.no_grad()
-def needs_of(ring_problem: RingBlockProblem, device: torch.device) -> NeededBlocks:
-    """Computes the needs of all ranks from the lists of all; they are returned on the CPU."""
-    pattern, ratio, documents = ring_problem.pattern, ring_problem.num_heads // ring_problem.num_kv_heads, ring_problem.documents
-    # a pattern that is given by a density may differ between heads at one length but not at another
-    per_head = any(pattern.at(end - start).per_head for start, end in documents)
-    edges = np.concatenate([*(np.arange(*document, pattern.k_block) for document in documents), [ring_problem.seq_len]])
-    kept = np.zeros((ring_problem.size, ring_problem.num_kv_heads if per_head else 1, len(edges) + 1), dtype=bool)
-    blocks, digest, before = [0.0] * ring_problem.size, hashlib.sha256() if pattern.lives_here else None, 1
-    for document in documents:
-        lists = lists_of(ring_problem, document, device)
-        starts, column = lists.row_starts.tolist(), before + lists.columns.cpu().numpy()
-        before += lists.num_columns
-        for rank in range(ring_problem.size):
-            # a run's blocks of one head lie side by side
-            for group, (low, high) in itertools.product(range(lists.num_heads), query_blocks(ring_problem, rank, document)):
-                first, last = starts[group * lists.num_rows + low], starts[group * lists.num_rows + high]
-                kept[rank, group // ratio if lists.num_heads > 1 else slice(None), column[first:last]] = True
-                blocks[rank] += (last - first) * ring_problem.num_heads / lists.num_heads
-        if digest is not None:
-            for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
-                digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
-    return NeededBlocks(edges, kept, max(blocks), "" if digest is None else digest.hexdigest()[:16])
-
-
-def needed_blocks(
-    ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, kv_heads: Range, branches: RingProblem | None = None
-) -> Needed:
-    """Returns the keys of other ranks that a rank needs for a step's heads, for a kept block or for ``branches``."""
-    wanted, heads = ([], 1) if branches is None else wanted_keys(branches, rank, kv_heads)
-    wanted += [Wanted(*run) for run in needs.runs(rank, kv_heads)]
-    return union(wanted, ring_problem.shards[rank], heads)
-
-
-def block_span(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int) -> Range:
-    """Returns the shortest range of whole key blocks that holds a rank's own and needed keys."""
-    runs, block = needs.runs(rank), ring_problem.pattern.k_block
-    if own := ring_problem.shards[rank]:
-        for position in (own[0][0], own[-1][1] - 1):
-            start, end = next((a, b) for a, b in ring_problem.documents if a <= position < b)
-            low = position - (position - start) % block
-            runs.append((low, min(low + block, end)))
-    return (min(low for low, _ in runs), max(high for _, high in runs)) if runs else (0, 0)
-
-
-def memory_of(ring_problem: RingBlockProblem, needs: NeededBlocks, rank: int, branches: RingProblem | None = None) -> KeySpan:
-    """Returns the span of keys that a rank gathers, for the blocks and for ``branches``, which count their segments in it."""
-    low, high = block_span(ring_problem, needs, rank)
-    if branches is not None and high:
-        other = key_span(branches, rank)
-        low, high = aligned_span(branches, (min(low, other.start), max(high, other.end)), ring_problem.pattern.k_block)
-    return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in ring_problem.documents if a < high and b > low))
-
-
 def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
     """Returns the lists of query heads [first, last); lists that all heads share stay as they are."""
     if lists.num_heads == 1:
         return lists
     assert lists.num_batch == 1
-    first, last = heads[0] * lists.num_rows, heads[1] * lists.num_rows
-    starts = lists.row_starts[first : last + 1]
-    low, high = (int(x) for x in starts[[0, -1]].tolist())
-    masks = None if lists.masks is None else lists.masks[low:high]
-    of_heads = replace(lists, num_heads=heads[1] - heads[0], row_starts=starts - low, columns=lists.columns[low:high], masks=masks)
-    return _without_unused_masks(of_heads)
+    return _without_unused_masks(select_groups(lists, *heads, num_heads=heads[1] - heads[0]))
 
 
 def _without_unused_masks(lists: BlockLists) -> BlockLists:
@@ -167,28 +60,26 @@ class BlockPart(Part):
     first_key: int
     lists: BlockLists
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: Into | None = None) -> Pair:
-        q, k, v = self._launched(q, 1), k[:, self.key_rows], v[:, self.key_rows]
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
+        q = self._launched(q, 1)
         backend = self.backend(q, k, masks.padding is not None, False)
-        to = None if into is None or self.place is not None else into[0]
+        to = into if self.place is None else None
         out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
         return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
 
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: Into | None = None) -> Tensors:
+    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
         dout, q, k, v, out, lse = tensors
         # for rows that the rank does not hold, weights and gradients are 0
         dout, q, out = (self._launched(x, 1) for x in (dout, q, out))
-        k, v = k[:, self.key_rows], v[:, self.key_rows]
         dlse = None if dlse is None else self._launched(dlse, 2)
         backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
         tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
-        to = None if into is None or self.place is not None else into[0]
+        to = into if self.place is None else None
         dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=to)  # type: ignore[arg-type]
         return dq if self.place is None else dq.index_select(1, self.place), dk, dv
 
     def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
         """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
-        (x,) = narrow(self.rows, dim, x)
         if self.place is None:
             return x
         shape = list(x.shape)
@@ -218,17 +109,16 @@ class BlockPart(Part):
         return self.passes[kind]  # type: ignore[no-any-return]
 
 
-def held_documents(
-    ring_problem: RingBlockProblem, rank: int, span: KeySpan, settings: CallSettings, device: torch.device
-) -> list[BlockPart]:
+def held_documents(problem: RingProblem, rank: int, span: KeySpan, settings: CallSettings, device: torch.device) -> list[BlockPart]:
     """Returns what a rank computes of each document, for all heads, with lists where they were built. ``span``: of the memory's keys."""
-    block, row, is_own, parts = ring_problem.pattern.q_block, 0, np.zeros(ring_problem.seq_len, dtype=bool), list[BlockPart]()
-    for run in ring_problem.shards[rank]:
+    assert problem.blocks is not None
+    block, row, is_own, parts = problem.blocks.q_block, 0, np.zeros(problem.seq_len, dtype=bool), list[BlockPart]()
+    for run in problem.shards[rank]:
         is_own[slice(*run)] = True
-    for document in ring_problem.documents:
-        if not (runs := query_blocks(ring_problem, rank, document)):
+    for document in problem.documents:
+        if not (runs := problem.query_blocks(rank, document)):
             continue
-        lists, (start, end) = lists_of(ring_problem, document, device), document
+        lists, (start, end) = problem.lists_of(document), document
         if runs != ((0, lists.num_rows),):
             lists = select_rows(lists, torch.cat([torch.arange(*run) for run in runs]))
         keys = max(start, span.start), min(end, span.end)
@@ -241,7 +131,7 @@ def held_documents(
         parts.append(
             BlockPart(
                 rows=slice(first, row),
-                heads=(0, ring_problem.num_heads),
+                heads=(0, problem.num_heads),
                 key_rows=slice(keys[0] - span.start, keys[1] - span.start),
                 settings=settings,
                 place=rows[0] if len(place) < lists.num_queries else None,
@@ -257,13 +147,3 @@ def block_parts(held: list[BlockPart], heads: Range, device: torch.device) -> tu
     """Returns what a rank computes in a step for some query heads."""
     of_heads = ((part, lists_of_heads(part.lists, heads)) for part in held)
     return tuple(replace(part, heads=heads, passes={}, lists=x if x.columns.device == device else x.on(device)) for part, x in of_heads)
-
-
-def check_backends(part: BlockPart, step: Step, q: torch.Tensor, k: torch.Tensor, has_padding: bool) -> None:
-    """Chooses the backends of a part before any rank sends anything; raises BackendUnavailable if this rank has none for some pass."""
-    keys, rows, (B, _, _, D) = step.of_heads(k), step.local(part.key_rows), k.shape
-    if rows is None:
-        memory = torch.empty((step.rows, step.num_kv_heads, B, 2 * D), dtype=k.dtype, device="meta")
-        keys, rows = memory.permute(2, 0, 1, 3)[..., :D], part.key_rows
-    for is_backward in (False, True) if part.settings.needs_grad else (False,):
-        part.backend(q[:, :, slice(*part.heads)], keys[:, rows], has_padding, is_backward)

@@ -94,23 +94,23 @@ def compile_ahead(step: Any, k: torch.Tensor, v: torch.Tensor, to: torch.dtype |
 
 
 def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Any) -> None:
-    """See ``step.gather``."""
+    """See ``run.gather``."""
     counts = (of[0].shape[1] * step.num_kv_heads // step.width, 0 if came is None else len(came))
-    _launch(_gather_kernel, step, (to, *of, to if came is None else came, lines), (of,), counts, to)
+    _launch(_gather_kernel, step, (to, *of, to if came is None else came, lines), (of,), counts, to.numel() // (2 * of[0].shape[3]))
 
 
 def add(to: Pair, grads: Pair, came: torch.Tensor, step: Any) -> None:
-    """See ``step.add``."""
+    """See ``run.add``."""
     tensors = *to, *grads, came, step.own_places, step.returned
-    _launch(_add_kernel, step, tensors, (to, grads), (step.returned.shape[0],), step.own_places)
+    total = len(step.own_places) * step.width * to[0].shape[0]
+    _launch(_add_kernel, step, tensors, (to, grads), (step.returned.shape[0],), total)
 
 
 def _launch(
-    kernel: Any, step: Any, tensors: tuple[torch.Tensor, ...], pairs: tuple[Pair, ...], counts: tuple[int, ...], of: torch.Tensor
+    kernel: Any, step: Any, tensors: tuple[torch.Tensor, ...], pairs: tuple[Pair, ...], counts: tuple[int, ...], total: int
 ) -> None:
-    """Launches a kernel over the rows of ``of``: lines, or memory. The launch is remembered for calls of the same strides."""
+    """Launches a kernel over ``total`` rows of one head and batch entry. The launch is remembered for calls of the same strides."""
     B, _, heads, D = pairs[0][0].shape
-    total = of.numel() // (2 * D) if of.is_floating_point() else of.shape[0] * step.width * B
     if not total:
         return
     numbers = (*(stride for pair in pairs for x in pair for stride in x.stride()[:3]), total, *counts, heads, step.width, B)

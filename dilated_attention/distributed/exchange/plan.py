@@ -8,33 +8,60 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from dilated_attention.distributed.sharding.layout import joined
+from dilated_attention.engine.blocks.lists import block_lists, building_device
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
+from dilated_attention.pattern.blocks.block_lists import BlockLists
 
-P = TypeVar("P", DilatedPattern, BlockPattern)
+_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class ShardedProblem(Generic[P]):
-    """What is computed, and which rank holds what; equal on all ranks. ``documents``: (start, end) of each, which partition the sequence;
-    ``shards``: each rank's position ranges in the order of its rows, ascending for a block pattern; ``window``: of dense attention."""
+class KeptBlocks(NamedTuple):
+    """Which key blocks the ranks need. ``edges``: (C + 1,) the positions at which the key blocks of all documents begin, and N; ``kept``:
+    bool (W, K or 1, C + 2), whether a rank needs a key block for a key/value head (1 for all), with a False on either side; ``pairs``: the
+    most query-key pairs of blocks that a rank computes, over all heads; ``digest``: hash of the lists, if patterns cannot be compared."""
 
-    pattern: P
+    edges: np.ndarray
+    kept: np.ndarray
+    pairs: float
+    digest: str
+
+    def runs(self, rank: int, kv_heads: tuple[int, int | None] = (0, None)) -> list[Range]:
+        """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads or for all."""
+        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else np.logical_or.reduce(self.kept[rank, slice(*kv_heads)])
+        ends = self.edges[kept[1:] != kept[:-1]].tolist()
+        return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class RingProblem:
+    """What is computed, and which rank holds what; equal on all ranks. ``pattern``: dilated or dense attention, or None; ``documents``:
+    (start, end) of each, which partition the sequence; ``shards``: each rank's position ranges in the order of its rows, ascending where
+    there are blocks; ``window``: of dense attention; ``blocks``: a block pattern, alone or beside ``pattern``; ``device``: where its lists
+    are made."""
+
+    pattern: DilatedPattern | None
     documents: tuple[Range, ...]
     shards: tuple[tuple[Range, ...], ...]
     num_heads: int
     num_kv_heads: int
     is_causal: bool
     window: tuple[int | None, int | None] | None = None
+    blocks: BlockPattern | None = None
+    device: torch.device = _CPU
+    _needed: dict[tuple[int, Range], Needed] = field(default_factory=dict, init=False)
 
     @property
     def size(self) -> int:
@@ -44,9 +71,67 @@ class ShardedProblem(Generic[P]):
     def seq_len(self) -> int:
         return self.documents[-1][1] if self.documents else 0
 
+    @property
+    def pairs(self) -> float:
+        """Query-key pairs of a rank: of dilated or dense attention the mean, of blocks the most."""
+        pairs = 0.0 if self.blocks is None else self.kept.pairs
+        if self.pattern is not None:
+            lengths = (end - start for start, end in self.documents)
+            pairs += sum(self.pattern.pairs(length, self.num_heads, is_causal=self.is_causal) for length in lengths) / self.size
+        return pairs
 
-RingProblem = ShardedProblem[DilatedPattern]
-RingBlockProblem = ShardedProblem[BlockPattern]
+    @property
+    def heads_alike(self) -> bool:
+        """Whether all key/value heads need the same rows."""
+        return self.needed(0).heads == 1 and (self.blocks is None or self.kept.kept.shape[1] == 1)
+
+    def needed(self, rank: int, kv_heads: Range | None = None) -> Needed:
+        """Returns the keys of other ranks that a rank needs, for key/value heads [first, last) or all of them."""
+        key = rank, kv_heads or (0, self.num_kv_heads)
+        if key not in self._needed:
+            self._needed[key] = _needed_keys(self, *key)
+        return self._needed[key]
+
+    def lists_of(self, document: Range) -> BlockLists:
+        """Returns the lists of a whole document, on the device or, where they are short, on the host: ranks choose their rows from them."""
+        assert self.blocks is not None
+        length = document[1] - document[0]
+        where = building_device(self.blocks, length, length, self.num_heads, self.device)
+        return block_lists(self.blocks, length, self.num_heads, is_causal=self.is_causal, device=where)
+
+    def query_blocks(self, rank: int, document: Range) -> tuple[Range, ...]:
+        """Returns the runs of query blocks of a document of which a rank holds rows, ascending and apart."""
+        assert self.blocks is not None
+        (start, end), block = document, self.blocks.q_block
+        inside = [(max(low, start) - start, min(high, end) - start) for low, high in self.shards[rank]]
+        return joined((low // block, -(-high // block)) for low, high in inside if low < high)
+
+    @functools.cached_property
+    @torch.no_grad()
+    def kept(self) -> KeptBlocks:
+        """Which key blocks all ranks need, from the lists of all."""
+        pattern, ratio, documents = self.blocks, self.num_heads // self.num_kv_heads, self.documents
+        assert pattern is not None
+        # a pattern that is given by a density may differ between heads at one length but not at another
+        per_head = any(pattern.at(end - start).per_head for start, end in documents)
+        edges = np.concatenate([*(np.arange(*document, pattern.k_block) for document in documents), [self.seq_len]])
+        kept = np.zeros((self.size, self.num_kv_heads if per_head else 1, len(edges) + 1), dtype=bool)
+        blocks, digest, before = [0.0] * self.size, hashlib.sha256() if pattern.lives_here else None, 1
+        for document in documents:
+            lists = self.lists_of(document)
+            starts, column = lists.row_starts.tolist(), before + lists.columns.cpu().numpy()
+            before += lists.num_columns
+            for rank in range(self.size):
+                # a run's blocks of one head lie side by side
+                for group, (low, high) in itertools.product(range(lists.num_heads), self.query_blocks(rank, document)):
+                    first, last = starts[group * lists.num_rows + low], starts[group * lists.num_rows + high]
+                    kept[rank, group // ratio if lists.num_heads > 1 else slice(None), column[first:last]] = True
+                    blocks[rank] += (last - first) * self.num_heads / lists.num_heads
+            if digest is not None:
+                for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
+                    digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
+        pairs = max(blocks) * pattern.q_block * pattern.k_block
+        return KeptBlocks(edges, kept, pairs, "" if digest is None else digest.hexdigest()[:16])
 
 
 class Piece(NamedTuple):
@@ -58,17 +143,17 @@ class Piece(NamedTuple):
     period: int = 1
     units: np.ndarray | None = None
 
-    def rows(self, low: int, high: int, heads: int) -> range | np.ndarray:
-        """Returns the numbers position · heads + head of what is needed of positions [low, high), ascending."""
+    def lines(self, low: int, high: int, heads: int, shift: int) -> np.ndarray:
+        """Returns the numbers (position + shift) · heads + head of what is needed of positions [low, high), ascending."""
         if self.units is None:
-            return range(low * heads, high * heads)
+            return np.arange((low + shift) * heads, (high + shift) * heads)
         first, last = (low - self.low) // self.period, -((self.low - high) // self.period)
-        found = ((np.arange(first, last) * self.period + self.low)[:, None] * heads + self.units).ravel()
-        edges = np.searchsorted(found, (low * heads, high * heads))
+        found = ((np.arange(first, last) * self.period + self.low + shift)[:, None] * heads + self.units).ravel()
+        edges = np.searchsorted(found, ((low + shift) * heads, (high + shift) * heads))
         return found[edges[0] : edges[1]]
 
     def size(self, low: int, high: int, heads: int) -> int:
-        """Returns how many numbers ``rows`` has."""
+        """Returns how many numbers ``lines`` has."""
         if self.units is None:
             return (high - low) * heads
 
@@ -99,9 +184,9 @@ class Needed:
             else:
                 j += 1
 
-    def rows(self, runs: Sequence[Range]) -> list[tuple[int, range | np.ndarray]]:
-        """Returns (index of the run, numbers position · heads + head) of what is needed of the runs."""
-        return [(j, piece.rows(low, high, self.heads)) for j, piece, low, high in self.between(runs)]
+    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> list[np.ndarray]:
+        """Returns the numbers row · heads + head of what is needed of the runs, of which each begins at its row of ``places``."""
+        return [piece.lines(low, high, self.heads, places[j] - runs[j][0]) for j, piece, low, high in self.between(runs)]
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
@@ -128,28 +213,29 @@ _LONGEST_PERIOD = 2**24
 
 def union(wanted: Sequence[Wanted], own: Sequence[Range], heads: int) -> Needed:
     """Returns what is needed for any of ``wanted`` and is not the rank's own."""
-    whole = minus(joined(sorted((x.low, x.high) for x in wanted if x.taken is None)), own)
-    waiting = sorted((x for x in wanted if x.taken is not None), key=lambda x: x.low, reverse=True)
-    edges = sorted({edge for x in waiting for edge in (x.low, x.high)})
-    pieces, active, taken_up = [Piece(*run) for run in whole], list[Wanted](), joined(sorted([*whole, *own]))
-    for edge, following in itertools.pairwise(edges):
-        active = [x for x in active if x.high > edge]
-        while waiting and waiting[-1].low == edge:
+    holes = [Wanted(*run, taken=b"") for run in own if run[0] < run[1]]
+    waiting = sorted([*wanted, *holes], key=itemgetter(0), reverse=True)
+    pieces, active = list[Piece](), list[Wanted]()
+    for low, high in itertools.pairwise(sorted({edge for x in waiting for edge in (x.low, x.high)})):
+        active = [x for x in active if x.high > low]
+        while waiting and waiting[-1].low == low:
             active.append(waiting.pop())
-        if not active:
+        taken = [x.taken for x in active]
+        if not taken or b"" in taken:
             continue
-        for low, high in minus([(edge, following)], taken_up):
-            rates = [len(x.taken) // heads for x in active]  # type: ignore[arg-type]
+        period, units = 1, None
+        if None not in taken:
+            rates = [len(some) // heads for some in taken]  # type: ignore[arg-type]
             period = min(math.lcm(*rates), high - low)
-            if period * heads > _LONGEST_PERIOD:
-                pieces.append(Piece(low, high))
-                continue
-            units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))
-            if units is None:
-                pieces.append(Piece(low, high))
-            elif len(units):
-                pieces.append(Piece(low, high, period, units))
-    return Needed(heads, tuple(sorted(pieces, key=lambda piece: piece.low)))
+            if period * heads <= _LONGEST_PERIOD:
+                units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))  # type: ignore[misc]
+        if units is not None:
+            pieces += [Piece(low, high, period, units)] if len(units) else []
+        elif pieces and pieces[-1].units is None and pieces[-1].high == low:
+            pieces[-1] = Piece(pieces[-1].low, high)
+        else:
+            pieces.append(Piece(low, high))
+    return Needed(heads, tuple(pieces))
 
 
 # equal for the lengths of a pattern
@@ -167,59 +253,31 @@ def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.
     return None if mask.all() else mask.ravel().nonzero()[0]
 
 
-def minus(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
-    """Returns the parts of ascending ranges outside ascending holes."""
-    found, j = [], 0
-    for start, end in ranges:
-        while j < len(holes) and holes[j][1] <= start:
-            j += 1
-        for low, high in itertools.islice(holes, j, None):
-            if low >= end:
-                break
-            if start < low:
-                found.append((start, low))
-            start = max(start, high)
-        if start < end:
-            found.append((start, end))
-    return found
-
-
-def heads_alike(pattern: DilatedPattern, num_heads: int) -> bool:
-    """Whether all heads take the same positions."""
-    return all(len(set(row)) == 1 for row in pattern.offsets(num_heads))
-
-
 @functools.lru_cache(maxsize=256)
 def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes | None, ...]]:
     """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch the
     bytes of bool (rate, heads): which of r neighbours a head takes, None for all of them."""
-    offsets, alike = pattern.offsets(num_heads), heads_alike(pattern, num_heads)
-    group = num_heads if alike else num_heads // num_kv_heads
-    first, last = (0, 1) if alike else kv_heads
+    offsets = np.array(pattern.offsets(num_heads))
+    alike = bool((offsets == offsets[:, :1]).all())
+    group, (first, last) = (num_heads, (0, 1)) if alike else (num_heads // num_kv_heads, kv_heads)
     found = []
-    for rate, row in zip(pattern.dilation_rates, offsets, strict=True):
-        taken = np.zeros((rate, last - first), dtype=bool)
-        for head, offset in enumerate(row):
-            if first <= head // group < last and offset != NOT_IN_BRANCH:
-                taken[offset, head // group - first] = True
+    for rate, row in zip(pattern.dilation_rates, offsets[:, first * group : last * group], strict=True):
+        taken, inside = np.zeros((rate, last - first), dtype=bool), (row != NOT_IN_BRANCH).nonzero()[0]
+        taken[row[inside], inside // group] = True
         found.append(None if taken.all() else taken.tobytes())
     return last - first, tuple(found)
 
 
-def wanted_keys(problem: RingProblem, rank: int, kv_heads: Range) -> tuple[list[Wanted], int]:
-    """Returns what a rank's queries may see for the key/value heads [first, last), and how many heads that counts: 1 if all are alike."""
-    heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
-    wanted = []
-    for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
-        if some is None or any(some):
-            wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, problem.shards[rank])]
-    return wanted, heads
-
-
-def needed_keys(problem: RingProblem, rank: int, kv_heads: Range | None = None) -> Needed:
-    """Returns the keys of other ranks that this rank needs, for key/value heads [first, last) or all of them."""
-    wanted, heads = wanted_keys(problem, rank, kv_heads or (0, problem.num_kv_heads))
-    return union(wanted, problem.shards[rank], heads)
+def _needed_keys(problem: RingProblem, rank: int, kv_heads: Range) -> Needed:
+    wanted, heads, shard = list[Wanted](), 1, problem.shards[rank]
+    if problem.pattern is not None:
+        heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
+        for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
+            if some is None or any(some):
+                wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, shard)]
+    if problem.blocks is not None:
+        wanted += [Wanted(*run) for run in problem.kept.runs(rank, kv_heads)]
+    return union(wanted, shard, heads)
 
 
 def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
@@ -227,10 +285,10 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     that overlap are one entry for several ranges in one segment, since ranges may be many."""
     found: list[tuple[int, int, int]] = []
     seen = (
-        (first, *keys)
+        (first, low, high)
         for queries in shard
-        for first, keys in segments_across(problem, length, queries)
-        if keys[0] < queries[0] or keys[1] > queries[1]
+        for first, low, high in segments_across(problem, length, queries)
+        if low < queries[0] or high > queries[1]
     )
     for first, low, high in sorted(seen):
         if found and found[-1][0] == first and low <= found[-1][2]:
@@ -240,36 +298,25 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     return found
 
 
-def segments_across(problem: RingProblem, length: int, queries: Range) -> Iterator[tuple[int, Range]]:
-    """Yields (start of the segment, range of its keys that the queries may see) for the segments of the first and of the last query: the
+def segments_across(problem: RingProblem, length: int, queries: Range) -> list[tuple[int, int, int]]:
+    """Returns (start of the segment, low, high), keys that the queries may see, for the segments of the first and of the last query: the
     keys of the others are the rank's own."""
-    start, end = queries
-    if start >= end:
-        return
-    found = {_segment(problem.documents, length, position) for position in (start, end - 1)}
-    left, right = problem.window or (None, None)
+    (start, end), (left, right) = queries, problem.window or (None, None)
     if problem.is_causal:
         right = 0 if right is None else min(right, 0)
-    for first, last in sorted(found):
-        low, high = first, last
-        if left is not None:
-            low = max(low, max(start, first) - left)
-        if right is not None:
-            high = min(high, min(end, last) + right)
+    segments = set[Range]()
+    for position in (start, end - 1) if start < end else ():
+        # the last document that starts at the position or before
+        first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
+        first += (position - first) // length * length
+        segments.add((first, min(first + length, last)))
+    found = []
+    for first, last in segments:
+        low = first if left is None else max(first, max(start, first) - left)
+        high = last if right is None else min(last, min(end, last) + right)
         if low < high:
-            yield first, (low, high)
-
-
-def _segment(documents: tuple[Range, ...], length: int, position: int) -> Range:
-    """Returns the segment of a branch that holds a position, cut at the end of its document."""
-    # the last document that starts at the position or before; one without positions ends where the next one starts
-    start, end = documents[bisect.bisect_right(documents, position, key=_start) - 1]
-    first = start + (position - start) // length * length
-    return first, min(first + length, end)
-
-
-def _start(document: Range) -> int:
-    return document[0]
+            found.append((first, low, high))
+    return found
 
 
 @dataclass(frozen=True)
@@ -283,49 +330,141 @@ class KeySpan:
     def seen_by(self, queries: Range, is_causal: bool) -> KeySpan:
         """Returns the span of the documents that the queries lie in, where causal without the keys behind the last query."""
         low, high = (position - self.start for position in queries)
-        first = bisect.bisect_right(self.documents, low, key=_start) - 1
-        documents = self.documents[first : bisect.bisect_left(self.documents, high, key=_start)]
+        first = bisect.bisect_right(self.documents, low, key=itemgetter(0)) - 1
+        documents = self.documents[first : bisect.bisect_left(self.documents, high, key=itemgetter(0))]
         start, end = documents[0][0], high if is_causal else documents[-1][1]
         return KeySpan(self.start + start, self.start + end, tuple((a - start, min(b, end) - start) for a, b in documents))
 
 
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
-    """Returns a short range that holds a rank's own and needed keys and on which the pattern is the same as on the whole sequence."""
-    own = [span for span in problem.shards[rank] if span[0] < span[1]]
-    if not own:
+    """Returns a short range that holds a rank's own and needed keys, in which segments and blocks are counted as in the whole sequence."""
+    own = [run for run in problem.shards[rank] if run[0] < run[1]]
+    pattern, block, reach = problem.pattern, 1, list(own)
+    if pattern is not None:
+        # what the first and the last query of a range see reaches farther than what those between them do
+        reach += [(a, b) for length in pattern.segment_lengths for run in own for _, a, b in segments_across(problem, length, run)]
+    if problem.blocks is not None:
+        reach, block = reach + problem.kept.runs(rank), problem.blocks.k_block
+    if not reach:
         return KeySpan(0, 0, ())
-    # what the first and the last query of a range see reaches farther than what those between them do
-    reach = [
-        *own,
-        *(keys for length in problem.pattern.segment_lengths for run in own for _, keys in segments_across(problem, length, run)),
-    ]
     low, high = min(a for a, _ in reach), max(b for _, b in reach)
     documents = [(a, b) for a, b in problem.documents if a < high and b > low]
-    if problem.pattern.tail != "mask" and not problem.is_causal:
-        # the number of zero keys of a segment depends on what comes after it
-        high = documents[-1][1]
-    if len(documents) > 1 or not _begins_alike(problem.pattern, documents[0][0], (low, high)):
-        low = documents[0][0]
+    (start, _), (last, end) = documents[0], documents[-1]
+    high, step = min(end, high + (last - high) % block), block
+    if pattern is not None:
+        if pattern.tail != "mask" and not problem.is_causal:
+            # the number of zero keys of a segment depends on what comes after it
+            high = end
+        # a segment that holds the whole span need not begin with it, but its offsets must be the same
+        step = math.lcm(block, *(length if length < high - start else rate for length, rate in pattern.branches))
+        if len(documents) > 1 or pattern.tail != "mask":
+            step = high
+    low -= (low - start) % step
     return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in documents))
 
 
-def _begins_alike(pattern: DilatedPattern, start: int, span: Range) -> bool:
-    """Whether the pattern of a document that begins at ``start`` is the same when it is counted from the span's first position: every
-    branch begins a segment there, or has the whole span in one segment and takes its positions at the same offsets."""
-    low, high = span[0] - start, span[1] - start
-    if pattern.tail != "mask" and low:
-        return False
-    return all(
-        low % length == 0 or (low // length == (high - 1) // length and low % length % rate == 0) for length, rate in pattern.branches
-    )
+# --- steps ------------------------------------------------------------------------------------------------------------------------
 
 
-def aligned_span(problem: RingProblem, span: Range, block: int) -> Range:
-    """Returns the span with an earlier start, from which branches and blocks of ``block`` positions are counted as in the document."""
-    low, high = span
-    start, end = next((start, end) for start, end in problem.documents if start <= low < end)
-    if high > end or problem.pattern.tail != "mask":
-        return start, high
-    # a segment that holds the whole span need not begin with it, but its offsets must be the same
-    step = math.lcm(block, *(length if length < high - start else rate for length, rate in problem.pattern.branches))
-    return low - (low - start) % step, high
+class RowIndex(NamedTuple):
+    """``numbers`` of lines by peer, one after the other, on a device; ``counts``: of each peer."""
+
+    counts: list[int]
+    numbers: torch.Tensor
+
+
+def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Returns the tables on a device, by one copy."""
+    tensor = torch.from_numpy(np.concatenate(tables))
+    # a copy from other memory would wait for all that the GPU has to do
+    tensor = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.split([len(table) for table in tables])
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step on one rank. A *line* is a row of all the step's heads, or of one head where these need different rows.
+
+    Args:
+        what: for messages.
+        kv_heads: [first, last).
+        width: heads of a line.
+        rows: of the memory, which holds the keys of a range of positions in order.
+        own: (first of the rank's own rows, first row of the memory, count) of the runs that may be read where they are.
+        send: the rank's own lines for each peer; gradients come back for them.
+        place: lines of the memory that come from each peer.
+        sources: for each line of the memory which of the own lines, those that come, and a line of zeros it is.
+        own_places: the line of the memory of each own line.
+        made: launches of kernels by what they depend on, and what else is made once for these rows, also of other heads.
+    """
+
+    what: str
+    kv_heads: Range
+    width: int
+    rows: int
+    own: tuple[tuple[int, int, int], ...]
+    send: RowIndex
+    place: RowIndex
+    sources: torch.Tensor
+    own_places: torch.Tensor
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the memory would be the rank's own rows and nothing else, so that they are read where they are."""
+        return not len(self.place.numbers) and self.own == (((0, 0, self.rows),) if self.rows else ())
+
+    @property
+    def returned(self) -> torch.Tensor:
+        """Which of the lines that come back, by peer, is that of each own line: (peers, own lines) int64, −1 for none."""
+        if (known := self.made.get("returned")) is not None:
+            return known  # type: ignore[no-any-return]
+        peers = [count for count in self.send.counts if count]
+        returned = self.own_places.new_full((len(peers), len(self.own_places)), -1)
+        numbers = torch.arange(len(self.send.numbers), device=returned.device)
+        for row, lines, places in zip(returned, self.send.numbers.split(peers), numbers.split(peers), strict=True):
+            row[lines] = places
+        self.made["returned"] = returned
+        return returned
+
+    def local(self, rows: slice) -> slice | None:
+        """Returns rows of the memory as own rows; None if some of them are not the rank's own, or not adjacent."""
+        for row, place, count in self.own:
+            if place <= rows.start and rows.stop <= place + count:
+                return slice(rows.start - place + row, rows.stop - place + row)
+        return None
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the step's heads of x (B, n, Hk, D)."""
+        return x if self.num_kv_heads == x.shape[2] else x[:, :, slice(*self.kv_heads)]
+
+
+def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, what: str, device: torch.device) -> Step:
+    """Plans a step whose memory rows are the positions of ``span``."""
+    shard, wanted = problem.shards[rank], problem.needed(rank, kv_heads)
+    # where heads need different rows, each row of a head is a line of its own
+    each, rows = wanted.heads, span.end - span.start
+    stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
+    own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
+    send, place = (list[list[np.ndarray]]([] for _ in problem.shards) for _ in range(2))
+    for peer, held in enumerate(problem.shards):
+        if peer != rank:
+            send[peer] = problem.needed(peer, kv_heads).lines(shard, stacked)
+            place[peer] = wanted.lines(held, [start - span.start for start, _ in held])
+    send_counts, place_counts = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
+    sent, arrives = on_device([_joined(itertools.chain(*by_peer)) for by_peer in (send, place)], device)
+    own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives[:0]])
+    lines, arrived = len(own_places), len(arrives)
+    numbers = torch.arange(lines + arrived, device=device)
+    sources = torch.full((rows * each,), lines + arrived, device=device)
+    sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives, numbers[lines:])
+    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(send_counts, sent), RowIndex(place_counts, arrives))
+    return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
+
+
+def _joined(lines: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *lines])

@@ -164,6 +164,14 @@ def joined(ranges: Iterable[Range]) -> Runs:
     return tuple(found)
 
 
+def shards_of(seq_len: int, size: int, layout: str, *, is_causal: bool) -> tuple[Runs, ...]:
+    """Returns the position ranges of each rank's rows during the computation. Striped rows are no ranges, which it needs, so they are moved
+    into another layout first."""
+    layout = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
+    # adjacent ranges become one
+    return tuple(joined((start, stop) for start, stop, _ in spans(seq_len, rank, size, layout)) for rank in range(size))
+
+
 def _run(seq_len: int, runs: int, index: int) -> Range:
     length, longer = divmod(seq_len, runs)
     start = index * length + min(index, longer)

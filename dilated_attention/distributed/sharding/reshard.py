@@ -16,7 +16,20 @@ from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.distributed.comm.p2p import Wire
 from dilated_attention.distributed.sharding.layout import ShardSpec, Span
 
+# of the queries and of the keys, rank by rank
+Holdings = tuple[list[ShardSpec], ...]
 Index = tuple[slice, ...]
+
+
+def holdings(rows: Sequence[tuple[Span, ...]], num_heads: int, num_kv_heads: int, *, by_heads: bool) -> Holdings:
+    """Returns which rows and heads each rank holds. ``by_heads``: each has some heads, else all."""
+    size, group = len(rows), num_heads // num_kv_heads
+    assert not by_heads or num_heads % size == 0, "some heads would belong to no rank"
+    heads = [(num_heads // size * rank, num_heads // size * (rank + 1)) if by_heads else (0, num_heads) for rank in range(size)]
+    return tuple(
+        [ShardSpec(of_rank, (first // each, -(-last // each))) for of_rank, (first, last) in zip(rows, heads, strict=True)]
+        for each in (1, group)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,16 +81,14 @@ def reshard(
     ``add``: several ranks hold contributions to the same rows and heads, which are summed in the accumulation dtype."""
     if all(list(a) == list(b) for a, b in zip(old, new, strict=True)):
         return list(tensors)
-    results, others = [], [rank for rank in range(len(old[0])) if rank != me]
-    # bytes, and where others' go, by peer; the widest numbers come first, since the others' bytes would not be aligned for them
+    results, others = list[torch.Tensor](), [rank for rank in range(len(old[0])) if rank != me]
+    # bytes, and where others' go, by peer
     outgoing, incoming = ([list[torch.Tensor]() for _ in old[0]] for _ in range(2))
-    wide = [accumulation_dtype(x.dtype) if add else x.dtype for x in tensors]
-    for index in sorted(range(len(tensors)), key=lambda i: -wide[i].itemsize):
-        x, before, after, dtype = tensors[index], old[index], new[index], wide[index]
-        mine, needed = before[me], after[me]
+    for x, before, after in zip(tensors, old, new, strict=True):
+        mine, needed, dtype = before[me], after[me], accumulation_dtype(x.dtype) if add else x.dtype
         shape = (x.shape[0], needed.rows, needed.heads[1] - needed.heads[0], *x.shape[3:])
         result = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=x.device)
-        results.append((index, result))
+        results.append(result)
         for at, to in shared_rows(mine, needed):
             result[to] = x[at]
         for rank in others:
@@ -93,7 +104,7 @@ def reshard(
     places = list(itertools.chain(*incoming))
     for place, part in zip(places, came.split([place.nbytes for place in places]), strict=True):
         if part.storage_offset() % place.itemsize:
-            # what came before it from another rank has an odd number of bytes
+            # what came before it is narrower, and its bytes are no multiple
             part = part.clone()
         (place.add_ if add else place.copy_)(part.view(place.dtype).view(place.shape))
-    return [result for _, result in sorted(results, key=lambda found: found[0])]
+    return results

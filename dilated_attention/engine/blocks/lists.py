@@ -128,6 +128,14 @@ def _wait_for(lists: BlockLists) -> None:
             current.wait_event(event)
 
 
+def select_groups(lists: BlockLists, first: int, last: int, **sizes: int) -> BlockLists:
+    """Returns the lists of groups [first, last). ``sizes``: how many batch entries or heads these are."""
+    starts = lists.row_starts[first * lists.num_rows : last * lists.num_rows + 1]
+    low, high = starts[[0, -1]].tolist()
+    masks = None if lists.masks is None else lists.masks[low:high]
+    return replace(lists, row_starts=starts - low, columns=lists.columns[low:high], masks=masks, **sizes)  # type: ignore[arg-type]
+
+
 def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     """Returns the lists of some query blocks, in the given order, as needed by a process that holds these queries.
 

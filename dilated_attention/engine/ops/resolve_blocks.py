@@ -24,7 +24,7 @@ from torch import Tensor
 from dilated_attention.backends import AttentionRequest, Dropout
 from dilated_attention.backends.base import Backend, Bias, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.merge import merge_onto
-from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept
+from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept, select_groups
 from dilated_attention.engine.branches.launches import problems_at_once, without_padding
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
@@ -168,16 +168,8 @@ def _lists_of(lists: BlockLists, entries: slice) -> BlockLists:
     """Returns the lists of some batch entries."""
     if lists.num_batch == 1:
         return lists
-    lists_per_entry = lists.num_heads * lists.num_rows
-    starts = lists.row_starts[entries.start * lists_per_entry : entries.stop * lists_per_entry + 1]
-    first, last = int(starts[0]), int(starts[-1])
-    return replace(
-        lists,
-        num_batch=entries.stop - entries.start,
-        row_starts=starts - first,
-        columns=lists.columns[first:last],
-        masks=None if lists.masks is None else lists.masks[first:last],
-    )
+    first, last = entries.start * lists.num_heads, entries.stop * lists.num_heads
+    return select_groups(lists, first, last, num_batch=entries.stop - entries.start)
 
 
 def _options_of(options: Options, entries: slice) -> Options:
