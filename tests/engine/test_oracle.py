@@ -153,7 +153,13 @@ def check(case: Case, form: str = "eager", backend: str = "auto", dtype: torch.d
     function, fitting = FORMS[form]
     case = fitting(case)
     x, tolerance = inputs(case, dtype), FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
+    before = [y.clone() for y in (x.q, x.k, x.v, x.dout)]
     found, truth = results(function, case, x, backend=backend), results(plain_attention, case, x, torch.float64)
+    assert all(map(torch.equal, (x.q, x.k, x.v, x.dout), before)), "inputs are written to"
+    assert form != "eager" or (found["out"].is_contiguous() and found["lse"].is_contiguous())
+    # rows without keys and keys without rows are exactly 0
+    empty, unseen = (truth["lse"] == -torch.inf).transpose(1, 2), (truth["dv"] == 0).all(-1) & (case.dropout_p == 0)
+    assert not any(found[name][rows].any() for name, rows in (("out", empty), ("dq", empty), ("dk", unseen), ("dv", unseen))), case
     for name in truth:
         assert found[name].dtype is dtype or name in ("dslopes", "dsinks"), name
         bound = relative_bound(truth[name], tolerance, case.dropout_p) * x.reach(name)

@@ -35,7 +35,7 @@ from dilated_attention.pattern import (
     with_sparsity,
 )
 from dilated_attention.pattern.blocks.compose import KINDS
-from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, lattice, listed, simple_patterns
+from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, compositions, lattice, listed, simple_patterns
 
 ALL_SIMPLE = sorted(simple_patterns(64, 64))
 
@@ -162,15 +162,6 @@ def test_draws_are_those_of_any_process(pattern: BlockPattern, columns: str) -> 
 
 
 # --- counts ---
-
-
-@pytest.mark.parametrize("name", ALL_SIMPLE)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_pairs_are_exact(name: str, is_causal: bool) -> None:
-    for n in (0, *LENGTHS):
-        pattern = simple_patterns(n, (128, 64))[name]
-        wanted = int(pattern.dense_mask(n, n, HEADS, is_causal=is_causal).sum())
-        assert pattern.pairs(n, HEADS, is_causal=is_causal) == wanted
 
 
 def test_pairs_of_long_sequences_in_closed_form() -> None:
@@ -305,24 +296,17 @@ def test_to_block_mask(name: str) -> None:
         assert torch.equal(dense_of(block_mask, n, HEADS), wanted)
         assert torch.equal(dense_of(block_mask, n, HEADS, by_columns=True), wanted)
         assert block_mask.seq_lengths == (n, n) and block_mask.kv_indices.dtype is torch.int32
-        # as narrow as the longest list; FlexAttention on the CPU asks for whole rows
+        # as narrow as the longest list
         assert block_mask.q_indices.shape[-1] == max(1, int(max(block_mask.q_num_blocks.max(), block_mask.full_q_num_blocks.max())))
-        assert block_mask.kv_indices.shape[-1] == -(-n // pattern.k_block)
+        if n == 300:
+            q, k, v = torch.randn(3, 1, HEADS, n, 16, dtype=torch.float64)
+            scores, rows = (q @ k.mT / 4).masked_fill(~wanted, -torch.inf), wanted.any(-1)
+            torch.testing.assert_close(flex_attention(q, k, v, block_mask=block_mask)[:, rows], (scores.softmax(-1) @ v)[:, rows])
         # exact outside the lists, too
         q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
         for head in range(HEADS):
             found = block_mask.mask_mod(torch.tensor(0), torch.tensor(head), q, k)
             assert torch.equal(found.broadcast_to(n, n), wanted[head])
-
-
-@pytest.mark.parametrize("name", ["big_bird", "document", "random", "table", "function_per_head", "axial", "sparsity_global_local"])
-def test_flex_attention_takes_it(name: str) -> None:
-    n = 300
-    pattern = simple_patterns(n, 128)[name] | LocalWindow(2)
-    q, k, v = torch.randn(3, 1, HEADS, n, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = flex_attention(q, k, v, block_mask=to_block_mask(pattern, n, HEADS))
-    scores = (q @ k.transpose(-1, -2) / 4).masked_fill(~pattern.dense_mask(n, n, HEADS), -torch.inf)
-    torch.testing.assert_close(found, scores.softmax(-1) @ v)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(128, 128), (64, 64), (256, 128), (192, 64)])
