@@ -18,7 +18,7 @@ from dilated_attention import attention, dilated_attention
 from dilated_attention.backends import Dropout, Mask, Options, registry
 from dilated_attention.backends.base import placed
 from dilated_attention.backends.hardware import has_gluon
-from dilated_attention.backends.tiles import call
+from dilated_attention.backends.tiles import call, table
 from dilated_attention.backends.tiles import run as run_tiles
 from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
@@ -57,6 +57,19 @@ def test_random_cases_match_float64(seed: int, dtype: torch.dtype, bias: str, mo
         monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16))
     case = replace(random_case(seed, SPACE), bias=bias)
     assert not [result for result in measure(case, "tiles", dtype) if not result.passes], case
+
+
+@pytest.mark.parametrize("changes", [{"num_queries": 70, "query_offset": 50}, {"bounds": (0, 7, 7, 90, 120)}], ids=["part", "documents"])
+def test_segments_of_several_tiles_that_begin_anywhere(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part of the queries, and of documents, of which a table is made from few at a time."""
+    sizes = run_tiles.sizes
+    monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16, block=16))
+    monkeypatch.setattr(table, "_TILE", 16)
+    monkeypatch.setattr(call, "_DOCUMENTS", 2)
+    case = Case(pattern=DilatedPattern((20, 45, 90), (1, 2, 1)), num_queries=120, num_keys=120, heads=2, kv_heads=2, lse_grad=True)
+    for is_causal in (False, True):
+        measured = measure(replace(case, is_causal=is_causal, **changes), "tiles", torch.float32)
+        assert not [result for result in measured if not result.passes]
 
 
 def test_tables_whose_making_was_interrupted_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
