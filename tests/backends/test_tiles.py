@@ -20,9 +20,8 @@ from dilated_attention.backends.base import placed
 from dilated_attention.backends.hardware import has_gluon
 from dilated_attention.backends.tiles import call, table
 from dilated_attention.backends.tiles import run as run_tiles
-from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
+from dilated_attention.backends.tiles.call import prepared
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
-from dilated_attention.backends.tiles.table import Walk
 from dilated_attention.engine.branches import run_tiles as tiles
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.testing import Case, Space, inputs, measure, random_case
@@ -136,28 +135,6 @@ def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPat
         {((0, 1), (0, 2)), ((0, 1), (2, 4))} if heads == 4 else {((b, b + 1), (h, h + 1)) for b in (0, 1) for h in (0, 1)}
     )
     torch.testing.assert_close(in_turn, together, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_entries_of_a_batch_with_documents_are_apart(is_cut: bool) -> None:
-    pattern, n = DilatedPattern((6, 12), (1, 2)), 20
-    walk = Walk(pattern.branches, ((0, 7), (7, n)), (3, 15) if is_cut else (0, n), 0, 0, 18 if is_cut else None)
-    call = TileCall(walk, pattern.offsets(2), 0.3)
-
-    def passes(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        q, k, v, dout = tensors
-        p = Prepared(call, len(q), 2, 16, q.dtype, q.device)
-        out, lse = torch.empty_like(q), q.new_empty(len(q), 2, q.shape[1])
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        run_tiles.forward(p, q, k, v, out, lse)
-        run_tiles.backward(p, (dout, q, k, v, out, lse), None, grads)
-        return [out, lse, *grads]
-
-    rows = [len(range(*walk.queries)), walk.keys[1]]
-    tensors = [torch.randn(2, rows[i in (1, 2)], 2, 16) for i in range(4)]
-    alone = [passes(*(x[b : b + 1] for x in tensors)) for b in (0, 1)]
-    for together, *apart in zip(passes(*tensors), *alone, strict=True):
-        assert torch.equal(together, torch.cat(apart))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])

@@ -440,7 +440,7 @@ def test_a_number_that_cannot_be_computed_with_is_refused_by_name(name: str, cal
         ("own_block", with_(RandomBlocks, 0.5)),
         ("gpu", _plan),
         *((name, da.explain_backend) for name in FLAGS),
-        *((name, explain) for name in ("dtype", "hardware") for explain in (da.explain_backend, da.explain_decode)),
+        *(("hardware", explain) for explain in (da.explain_backend, da.explain_decode)),
         ("dense", da.explain_decode),
         ("config", LongNetLM),
     ],
