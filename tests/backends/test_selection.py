@@ -172,8 +172,6 @@ def test_explanation_of_what_nothing_can_do() -> None:
     explanation = explain_backend(hardware=BARE["cpu"], head_dim=512)
     assert explanation.forward is None
     assert "no backend can" in str(explanation)
-    with pytest.raises(ValueError, match="ask about one of them"):
-        explain_backend(device="cpu", hardware=BARE["cpu"])
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps", "xpu"])

@@ -81,8 +81,8 @@ def test_problem_by_problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches or case.padding == "all"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+# several entries, some keys of which are padding, and several key heads
+@pytest.mark.parametrize("seed", [415, 630, 659, 753, 859, 1183])
 def test_heads_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small budget of memory: a share for each batch entry and key head, with words of dropout and rows of masks of its own.
 

@@ -295,8 +295,7 @@ def test_compositions_with_static_patterns() -> None:
             {"mass": 0.5}, {"density": 0.5, "always": LocalWindow(5)}, {"blocks": 1, "within": LocalWindow(500)}, {"blocks": 2})),
         # without tensors there is no mask
         *((lambda ask=ask: ask(TopBlocks(density=0.1)), ValueError, r"TopBlocks\(density=0.1, .*call its choose\(q, k\)") for ask in (
-            lambda x: x.dense_mask(256, 256, 1), lambda x: x.entries(x.grid(256), (0,)), lambda x: x.show(256),
-            lambda x: block_lists(x, 256, 1, device="cpu"))),
+            lambda x: x.dense_mask(256, 256, 1), lambda x: x.show(256), lambda x: block_lists(x, 256, 1, device="cpu"))),
     ],
 )  # fmt: skip
 def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:

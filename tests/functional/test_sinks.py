@@ -120,14 +120,10 @@ def test_multihead_modules(kind: str) -> None:
         name = f"ring_multihead_{kind[5:]}" if kind.startswith("ring") else f"multihead_{kind}"
         return da.create_attention(name, embed_dim=H * D, num_heads=H, **where, **options)
 
-    layer, without = make(sinks=True, dtype=torch.float64), make(dtype=torch.float64)
+    layer = make(sinks=True, dtype=torch.float64)
     assert layer.sinks is layer.attention.sinks and layer.sinks.dtype is torch.float64
-    assert make(sinks=True, device="meta").sinks.is_meta and without.sinks is None
-    x = torch.randn(2, N, H * D, dtype=torch.float64)
-    layer.sinks.data.fill_(-40.0)
-    torch.testing.assert_close(layer(x)[0], without(x)[0], rtol=1e-10, atol=1e-10)
-    layer.sinks.data.fill_(1.0)
-    layer(x)[0].square().sum().backward()
+    assert make(sinks=True, device="meta").sinks.is_meta and make().sinks is None
+    layer(torch.randn(2, N, H * D, dtype=torch.float64))[0].square().sum().backward()
     assert bool(layer.sinks.grad.all())
 
 
