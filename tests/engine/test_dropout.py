@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,21 @@ def test_the_kernel_refuses_more_positions_than_it_counts() -> None:
     kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
     with pytest.raises(ValueError, match=r"words of 2147483648 positions are requested.*split them"):
         kernel.dropout_words(5, 1, 1, 1, "meta", num_keys=2**31)
+
+
+def test_the_kernel_gets_numbers_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signed 32-bit words, whatever the seed and the positions; it specialises none of them (test_kernels_compile.py)."""
+    kernel = pytest.importorskip("dilated_attention.backends.dropout_triton")
+    launched: list[object] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *args, **_: launched.extend(x for x in args if not isinstance(x, torch.Tensor))
+
+    monkeypatch.setattr(kernel, "_words_kernel", Recorder())
+    for seed, origin in itertools.product(SEEDS, (0, 2**31, 2**32 - 1, 2**50)):
+        kernel.dropout_words(seed, 1, 1, 3, DEVICE, position_offset=origin, first_head=2**31, first_batch=1)
+    assert len(launched) == 10 * 4 * len(SEEDS) and all(type(x) is int and -(2**31) <= x < 2**31 for x in launched)
 
 
 @pytest.mark.gpu
