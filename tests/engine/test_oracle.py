@@ -336,10 +336,11 @@ def test_parts_merge_in_float32() -> None:
 # --- low precision ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(0, 300, 25))
+@pytest.mark.parametrize(("seed", "blocks"), [*((seed, False) for seed in range(0, 300, 25)), (300, True), (325, True)])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_low_precision_keeps_to_twice_the_error_of_plain_softmax(backend: str, seed: int) -> None:
-    report = check_backend(backend, device="cpu", dtypes=HALVES, cases=25, seed=seed)
+def test_low_precision_keeps_to_twice_the_error_of_plain_softmax(backend: str, seed: int, blocks: bool) -> None:
+    space = Space.of_backend(backend, blocks=blocks, max_length=300 if blocks else 70)
+    report = check_backend(backend, device="cpu", dtypes=HALVES, cases=25, seed=seed, space=space)
     assert report.cases + report.refused == 25 and report.cases >= 20
     assert set(report.worst) == {*RESULTS, "dsinks", *(["dslopes"] if registry.get(backend).capabilities.bias else [])}
 
