@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dilated_attention.backends import Options, registry
+from dilated_attention.backends import registry
 from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.tiles import backend as triton_blocks
 from dilated_attention.backends.tiles.sizes import TileSizes
 from dilated_attention.backends.torch_ops import flex
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.pattern import BlockTensor, LocalWindow, MaskFunction, RandomBlocks
-from dilated_attention.pattern.blocks.block_lists import BlockLists
-from dilated_attention.testing import Case, Result, Space, inputs, max_error, measure, plain_attention, random_case, relative_bound, results
+from dilated_attention.testing import Case, Space, measure, random_case
 from tests.helpers.op_settings import calls_of
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 pytest.importorskip("triton")
 # compiled kernels take no tensors of a CPU
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="gpu/test_blocks.py runs the compiled kernels")
-BACKENDS = ("math", "sdpa_cpu", pytest.param("triton", marks=interpreted))
 Use = Callable[[str], list[Any]]
 
 
@@ -138,53 +136,6 @@ def test_tables_hold_every_entry_once(together: int, limit: int, of_columns: boo
     blocks, others = (lists.columns, row) if of_columns else (row, lists.columns)
     entries = zip(group.tolist(), blocks.tolist(), others.tolist(), (lists.masks < 0).tolist(), strict=True)
     assert sorted(found) == sorted(entries) and len(tables) > 1 and (len({table.heads for table in tables}) > 1) == (limit < 2**27)
-
-
-# --- what the engine asks of lists, on every backend -------------------------------------------------------------------------------------
-
-
-def lists_of(pattern: Any) -> BlockLists:
-    return block_lists(pattern, WHOLE.num_keys, WHOLE.heads, device="cpu")
-
-
-def agree(found: list[torch.Tensor], truth: Result, names: tuple[str, ...], tolerance: float) -> None:
-    for name, x in zip(names, found, strict=True):
-        assert max_error(x, truth[name]) <= relative_bound(truth[name], tolerance), name
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("masks", PATTERNS)
-def test_shares_of_parts_and_idle_rows(masks: str, backend: str) -> None:
-    """Two halves of the keys add up to the whole, whose out and lse they get; rows whose lse is +inf give nothing, whatever their dlse is.
-
-    dout may be one number expanded, and out a view of channels that lie apart.
-    """
-    engine, dtype = registry.get(backend), torch.float32 if backend == "triton" else torch.float64
-    tolerance, pattern = 1e-5 if backend == "triton" else 1e-12, PATTERNS[masks]
-    usual = (0.25, [3, 65])
-    for scale, idle in (usual,) if backend == "triton" and masks != "bits" else ((0.4, []), usual):
-        case = replace(WHOLE, pattern=pattern, scale=scale)
-        x = inputs(case, dtype)
-        dout, dlse = x.dout.clone(), x.dlse.clone() if engine.capabilities.lse_grad else None
-        if not idle:
-            dout = torch.ones((), dtype=dtype).expand(x.q.shape)
-        dout = dout.index_fill(1, torch.tensor(idle), 0) if idle else dout
-        no_dlse = replace(x, dout=dout, dlse=torch.zeros_like(x.dlse))
-        truth, options = results(plain_attention, case, no_dlse, torch.float64), Options(scale)
-        out, lse = engine.forward(x.q, x.k, x.v, options, lists_of(pattern))
-        agree([out, lse], truth, ("out", "lse"), tolerance)
-        apart = torch.stack([out, out], -1)[..., 0]
-        lse = lse.index_fill(2, torch.tensor(idle), torch.inf) if idle else lse
-        dout = dout.index_fill(1, torch.tensor(idle), 9.0) if idle else dout
-        tensors = dout, x.q, x.k, x.v, apart, lse
-        halves = [torch.arange(3) < 1, torch.arange(3) >= 1]
-        shares = [engine.backward(*tensors, options, lists_of(pattern & BlockTensor(half.expand(3, 3)))) for half in halves]
-        agree([a + b for a, b in zip(*shares, strict=True)], truth, ("dq", "dk", "dv"), tolerance)
-        if dlse is not None:
-            of_rows = dlse.index_fill(2, torch.tensor(idle), torch.nan if backend == "triton" else 0) if idle else dlse
-            grads = engine.backward(*tensors, options, lists_of(pattern), dlse=of_rows)
-            dlse = dlse.index_fill(2, torch.tensor(idle), 0) if idle else dlse
-            agree(list(grads), results(plain_attention, case, replace(no_dlse, dlse=dlse), torch.float64), ("dq", "dk", "dv"), tolerance)
 
 
 # --- flex: what it does with lists around its kernel, which a dense one stands in for ---------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import attention
+from dilated_attention import attention, dilated_attention
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import (
     RESULTS,
@@ -189,8 +189,9 @@ def test_what_float32_holds_is_right(backend: str, is_causal: bool, dtype: torch
         ((q.abs(), -k.abs() * 1e32, v), 1e4),
     ):
         leaves = [y.detach().requires_grad_() for y in x]
-        out, lse = attention(*leaves, is_causal=is_causal, scale=scale, backend=backend, return_lse=True)
-        truth, truth_lse = attention(*(y.double() for y in x), is_causal=is_causal, scale=scale, backend="math", return_lse=True)
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "return_lse": True}
+        out, lse = dilated_attention(*leaves, [2, 5], [1, 1], backend=backend, **options)
+        truth, truth_lse = dilated_attention(*(y.double() for y in x), [2, 5], [1, 1], backend="math", **options)
         torch.testing.assert_close(out.double(), truth, rtol=1e-2, atol=0.05)
         torch.testing.assert_close(lse.double(), truth_lse, rtol=1e-2, atol=1e-3)
         # of values near the largest number only small gradients are finite

@@ -15,17 +15,16 @@ import torch
 
 pytest.importorskip("triton")
 from dilated_attention import attention, dilated_attention
-from dilated_attention.backends import Dropout, Mask, Options, registry
-from dilated_attention.backends.base import placed
+from dilated_attention.backends import registry
 from dilated_attention.backends.hardware import has_gluon
-from dilated_attention.backends.tiles import call
+from dilated_attention.backends.tiles import call, table
 from dilated_attention.backends.tiles import run as run_tiles
-from dilated_attention.backends.tiles.call import Prepared, TileCall, prepared
+from dilated_attention.backends.tiles.call import prepared
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
-from dilated_attention.backends.tiles.table import Walk
 from dilated_attention.engine.branches import run_tiles as tiles
+from dilated_attention.engine.ops import prepare
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.testing import Case, Space, inputs, measure, random_case
+from dilated_attention.testing import Case, Space, measure, random_case
 from tests.helpers.op_settings import calls_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels; a GPU has tests of its own")
@@ -57,6 +56,44 @@ def test_random_cases_match_float64(seed: int, dtype: torch.dtype, bias: str, mo
         monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16))
     case = replace(random_case(seed, SPACE), bias=bias)
     assert not [result for result in measure(case, "tiles", dtype) if not result.passes], case
+
+
+@pytest.mark.parametrize("changes", [{"num_queries": 70, "query_offset": 50}, {"bounds": (0, 7, 7, 90, 120)}], ids=["part", "documents"])
+def test_segments_of_several_tiles_that_begin_anywhere(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part of the queries, and of documents, of which a table is made from few at a time."""
+    sizes = run_tiles.sizes
+    monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16, block=16))
+    monkeypatch.setattr(table, "_TILE", 16)
+    monkeypatch.setattr(call, "_DOCUMENTS", 2)
+    case = Case(pattern=DilatedPattern((20, 45, 90), (1, 2, 1)), num_queries=120, num_keys=120, heads=2, kv_heads=2, lse_grad=True)
+    for is_causal in (False, True):
+        measured = measure(replace(case, is_causal=is_causal, **changes), "tiles", torch.float32)
+        assert not [result for result in measured if not result.passes]
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_problem_by_problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each a dense call with masks, random words and an lse that are views."""
+    monkeypatch.setattr(prepare, "runs_on_tiles", lambda *_, **__: False)
+    launches = calls_of(monkeypatch, type(registry.get("tiles")), "forward", "backward")
+    case = random_case(seed, SPACE)
+    assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes], case
+    assert launches or case.padding == "all"
+
+
+# several entries, some keys of which are padding, and several key heads
+@pytest.mark.parametrize("seed", [415, 630, 659, 753, 859, 1183])
+def test_heads_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small budget of memory: a share for each batch entry and key head, with words of dropout and rows of masks of its own.
+
+    Without dropout such a call would be cut by positions, too, by the runner of branches.
+    """
+    case = replace(random_case(seed, SPACE), dropout_p=0.3)
+    calls = calls_of(monkeypatch, tiles, "_masks_of")
+    monkeypatch.setattr(tiles, "transient_budget", lambda _: 1)
+    assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes], case
+    shares, group = {(share.batch, share.heads) for _, (_, share, _) in calls}, case.heads // case.kv_heads
+    assert shares == {((b, b + 1), (h, h + group)) for b in range(case.batch) for h in range(0, case.heads, group)}
 
 
 def test_tables_whose_making_was_interrupted_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,83 +132,6 @@ def run(tensors: list[torch.Tensor], *branches: list[int], dlse: torch.Tensor | 
     out, lse = dilated_attention(*leaves, *branches, return_lse=True, backend="tiles", **options)
     grads = torch.autograd.grad(out, leaves, dout) if dlse is None else torch.autograd.grad((out, lse), leaves, (dout, dlse.expand_as(lse)))
     return [out.detach(), lse.detach(), *grads]
-
-
-OPTIONS = {
-    "dropout": {"dropout_p": 0.4, "is_causal": True},
-    "detached": {"mixture_grad": "detached", "head_offsets": "blocked", "dropout_p": 0.3},
-    "split": {"branch_heads": "split", "dropout_p": 0.3},
-    "padding": {"key_padding_mask": torch.arange(48).view(2, 24) % 5 == 1, "tail": "zero_keys", "dropout_p": 0.2},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_heads_in_turn_give_what_all_give_together(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """A small budget of memory: a share for each batch entry and key head, with words of dropout and rows of masks of its own.
-
-    Without dropout such a call would be cut by positions, too, by the runner of branches.
-    """
-    heads = 4 if {"mixture_grad", "branch_heads"} & set(options) else 2
-    tensors = made(heads=heads, batch=1 if heads == 4 else 2)
-    together = run(tensors, [24, 24], [1, 2], **options)
-    calls = calls_of(monkeypatch, tiles, "_masks_of")
-    monkeypatch.setattr(tiles, "transient_budget", lambda _: 1)
-    registry.cached.clear()
-    in_turn = run(tensors, [24, 24], [1, 2], **options)
-    assert {(share.batch, share.heads) for _, (_, share, _) in calls} == (
-        {((0, 1), (0, 2)), ((0, 1), (2, 4))} if heads == 4 else {((b, b + 1), (h, h + 1)) for b in (0, 1) for h in (0, 1)}
-    )
-    torch.testing.assert_close(in_turn, together, atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_entries_of_a_batch_with_documents_are_apart(is_cut: bool) -> None:
-    pattern, n = DilatedPattern((6, 12), (1, 2)), 20
-    walk = Walk(pattern.branches, ((0, 7), (7, n)), (3, 15) if is_cut else (0, n), 0, 0, 18 if is_cut else None)
-    call = TileCall(walk, pattern.offsets(2), 0.3)
-
-    def passes(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        q, k, v, dout = tensors
-        p = Prepared(call, len(q), 2, 16, q.dtype, q.device)
-        out, lse = torch.empty_like(q), q.new_empty(len(q), 2, q.shape[1])
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        run_tiles.forward(p, q, k, v, out, lse)
-        run_tiles.backward(p, (dout, q, k, v, out, lse), None, grads)
-        return [out, lse, *grads]
-
-    rows = [len(range(*walk.queries)), walk.keys[1]]
-    tensors = [torch.randn(2, rows[i in (1, 2)], 2, 16) for i in range(4)]
-    alone = [passes(*(x[b : b + 1] for x in tensors)) for b in (0, 1)]
-    for together, *apart in zip(passes(*tensors), *alone, strict=True):
-        assert torch.equal(together, torch.cat(apart))
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_a_dense_problem_of_other_lengths_and_strided_lse(dropout_p: float) -> None:
-    """The way in of a runner that goes problem by problem: more keys than queries, the last query sees the last key.
-
-    A problem's mask is a view of every r-th position, and its random words are views of all words.
-    """
-    case = replace(random_case(1589, SPACE), num_queries=7, query_offset=21, num_keys=28, batch=2)
-    case = replace(case, window=None, is_causal=True, padding="some")
-    x, backend = inputs(case, torch.float32), registry.get("tiles")
-    assert x.key_padding_mask is not None
-    padding = x.key_padding_mask.repeat_interleave(2, 1)[:, ::2]
-    dropout = None
-    if dropout_p:
-        positions = torch.arange(28).repeat(2, 1)
-        dropout = Dropout(dropout_p, 3, torch.arange(2), torch.arange(case.heads), positions[:, 21:], positions)
-    options = Options(scale=0.2, causal=True, mask=Mask(padding=padding), dropout=dropout)
-    views = torch.empty_like(x.q), torch.empty(2, 7, case.heads).transpose(1, 2)
-    out, lse = placed(backend.forward(x.q, x.k, x.v, options, out=views), views)
-    assert out is views[0] and lse is views[1]
-    wanted, wanted_lse = registry.get("math").forward(x.q, x.k, x.v, options)
-    torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(lse, wanted_lse)
-    grads = backend.backward(x.dout, x.q, x.k, x.v, out, lse, options)
-    for found, true in zip(grads, registry.get("math").backward(x.dout, x.q, x.k, x.v, wanted, wanted_lse, options), strict=True):
-        torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
 
 
 def test_a_call_like_one_before_has_its_own_numbers() -> None:

@@ -209,21 +209,15 @@ def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
     pattern = TopBlocks(**[{"blocks": 6}, {"density": 0.6}, {"mass": 0.6}][seed % 3], block_size=block)  # type: ignore[arg-type]
     N, stop = 1000, rng.randint(200, 900)
     q, k = (torch.randn(1, N, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (seed, seed + 100))
-    whole = pattern.choose(q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True)
-    later_q, later_k = q.clone(), k.clone()
-    later_q[:, stop:], later_k[:, stop:] = 9.0, -9.0
-    assert torch.equal(pattern.choose(later_q, later_k, is_causal=True).dense_mask(N, N, 2, is_causal=True)[:, :stop], whole[:, :stop])
-    shorter = pattern.choose(q[:, :stop], k[:, :stop], is_causal=True).dense_mask(stop, stop, 2, is_causal=True)
-    assert torch.equal(shorter, whole[:, :stop, :stop])
+    other = [torch.cat([x[:, :stop], 9 - x[:, stop:]], 1) for x in (q, k)]
     # nor where heads do not keep the block of the diagonal that a longer sequence adds
     some = MaskFunction(lambda b, h, i, j: (j < 400) | ((h == 1) & (i == j)), block_size=block)
-    apart = TopBlocks(**{name: getattr(pattern, name) for name in ("blocks", "mass")}, density=pattern.share, within=some, block_size=block)
-    longer, shorter = (
-        apart.choose(q[:, :n], k[:, :n], is_causal=True).dense_mask(n, n, 2, is_causal=True)[:, :stop, :stop] for n in (N, stop)
-    )
-    assert torch.equal(shorter, longer)
-    # and what the choice of a row is made of does reach it
-    assert not torch.equal(pattern.choose(-q, k, is_causal=True).dense_mask(N, N, 2, is_causal=True), whole)
+    for top in (pattern, pattern & some):
+        shorter, whole, changed = (
+            top.choose(*x, is_causal=True).dense_mask(n, n, 2, is_causal=True)[:, :stop, :stop]
+            for x, n in (((q[:, :stop], k[:, :stop]), stop), ((q, k), N), (other, N))
+        )
+        assert torch.equal(shorter, whole) and torch.equal(changed, whole)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -301,34 +295,12 @@ def test_compositions_with_static_patterns() -> None:
             {"mass": 0.5}, {"density": 0.5, "always": LocalWindow(5)}, {"blocks": 1, "within": LocalWindow(500)}, {"blocks": 2})),
         # without tensors there is no mask
         *((lambda ask=ask: ask(TopBlocks(density=0.1)), ValueError, r"TopBlocks\(density=0.1, .*call its choose\(q, k\)") for ask in (
-            lambda x: x.dense_mask(256, 256, 1), lambda x: x.entries(x.grid(256), (0,)), lambda x: x.show(256),
-            lambda x: block_lists(x, 256, 1, device="cpu"))),
+            lambda x: x.dense_mask(256, 256, 1), lambda x: x.show(256), lambda x: block_lists(x, 256, 1, device="cpu"))),
     ],
 )  # fmt: skip
 def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
-
-
-def test_the_op_is_deterministic_has_no_gradient_and_passes_opchecks() -> None:
-    case = replace(chosen_case(3), bounds=None, batch=2, query_offset=0, num_queries=200, num_keys=300, layouts=("contiguous",) * 4)
-    x = inputs(case, torch.bfloat16)
-    q, k, spec = x.q.requires_grad_(), x.k.requires_grad_(), case.pattern.spec()
-    chosen = choose(case, x)
-    assert not chosen.requires_grad and torch.equal(chosen, choose(case, x))
-    arguments = (spec, case.is_causal, 0.3, 0)
-    packed = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
-    torch.library.opcheck(
-        choose_blocks_op,
-        (q, k, x.key_padding_mask, None, *arguments),
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
-    torch.library.opcheck(choose_blocks_op, (k[:1], k[:1], None, packed, *arguments), test_utils=("test_schema", "test_faketensor"))
-    assert (
-        choose_blocks_op(q[:, :0], k, None, None, *arguments).shape[2]
-        == choose_blocks_op(q[:0], k[:0], None, None, *arguments).shape[0]
-        == 0
-    )
 
 
 def test_autocast_does_not_round_scores() -> None:

@@ -67,12 +67,10 @@ def test_a_pair_is_kept_by_its_definition(p: float, seed: int) -> None:
 
 
 def test_the_same_pair_has_the_same_fate_however_words_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts of any size, and where documents of one batch entry are problems of their own."""
+    """In parts of any size. Where documents of one batch entry are problems of their own: test_oracle.py."""
     one = Dropout(0.4, 11, span(0, 3), span(0, 5), span(100, 40).repeat(3, 1), span(0, 90).repeat(3, 1))
     whole = keep_mask(one, slice(None))
     assert torch.equal(torch.cat([keep_mask(one, slice(start, start + 7)) for start in range(0, 40, 7)], dim=2), whole)
-    folded = replace(one, batch=one.batch[[2, 2]], queries=one.queries[2].view(2, 20), keys=one.keys[2].view(2, 45))
-    assert torch.equal(keep_mask(folded, slice(None)), torch.stack([whole[2, :, :20, :45], whole[2, :, 20:, 45:]]))
     for name in ("_CPU_CHUNK", "_GPU_CHUNK"):
         monkeypatch.setattr(dropout, name, 100)
     assert torch.equal(keep_mask(replace(one), slice(None)), whole)

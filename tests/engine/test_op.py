@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -90,21 +91,22 @@ CHECKED: dict[str, dict[str, Any]] = {
         ("causal", {"is_causal": True, "kv_heads": 1}), ("padding", {"padding": "some", "batch": 2}), ("documents", {"bounds": (0, 8, 20)}),
         ("dropout", {"dropout_p": 0.25}), ("offset", {"num_queries": 9, "query_offset": 10, "lse_grad": True}), ("sinks", {"sinks": True}),
         ("bias", {"bias": "plane"}))},
-    "chosen": {"pattern": TopBlocks(1, block_size=64)},
+    "chosen": {"pattern": TopBlocks(1, block_size=64), "padding": "some", "batch": 2},
+    "chosen, documents": {"pattern": TopBlocks(1, block_size=64), "bounds": (0, 8, 8, 20), "is_causal": True},
     "both, padding": {"pattern": WINDOW, "branches": SHORT, "padding": "some", "batch": 2},
     "both, offset": {"pattern": WINDOW, "branches": SHORT, "num_queries": 9, "query_offset": 10, "lse_grad": True},
 }  # fmt: skip
 
 
 class Records(TorchDispatchMode):
-    """What the attention ops are called with."""
+    """What the ops of attention, and that of choices, are called with."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "dilated_attention" and "attention" in func._schema.name.rpartition("::")[2]:
+        if func.namespace == "dilated_attention" and re.search("attention|choose", func._schema.name.rpartition("::")[2]):
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
@@ -118,14 +120,16 @@ def test_the_ops_pass_every_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) 
     case = Case(**usual | {"num_queries": CHECKED[name].get("num_keys", 20)} | CHECKED[name])
     with Records() as seen:
         results(call, case, inputs(case, torch.bfloat16 if "offset" in name else torch.float64))
-    (forward, arguments), (backward, given) = seen.calls
+    *choices, (forward, arguments), (backward, given) = seen.calls
+    assert len(choices) == ("chosen" in name)
     passed = {"SUCCESS"}
     leaves = [x.detach().requires_grad_() for x in arguments[:3]]
     assert set(torch.library.opcheck(forward, (*leaves, *arguments[3:])).values()) == passed
     assert (forward(*arguments)[2].numel() > 0) == (name == "saved")
     # its gradient is refused, so nothing is dispatched
-    of_backward = ("test_schema", "test_faketensor", "test_autograd_registration")
-    assert set(torch.library.opcheck(backward, given, test_utils=of_backward).values()) == passed
+    without_gradient = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for op, of_op in (*choices, (backward, given)):
+        assert set(torch.library.opcheck(op, of_op, test_utils=without_gradient).values()) == passed
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------------------------
@@ -167,19 +171,6 @@ def compiled(function: Function, backend: str = "aot_eager", **options: Any) -> 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, backend=counter, fullgraph=True, **options), counter
-
-
-def test_an_inductor_graph_equals_eager_forward_and_backward() -> None:
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = dilated(q * 2, k, v, return_lse=True, is_causal=True)
-        return out.sin() + lse.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
-
-    inputs, results = make_qkv(1, 10, 10), []
-    for function in (run, compiled(run, "inductor")[0]):
-        out = function(*inputs).masked_fill(torch.arange(10)[:, None, None] < 3, 0.0)
-        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), inputs)))
-    for eager, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, eager, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "saved"])

@@ -101,14 +101,6 @@ def test_passes_of_detached_mixing_go_one_way() -> None:
     assert differ
 
 
-def test_a_measured_rate_moves_the_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
-    N = 2**20
-    assert not is_chosen(N)
-    monkeypatch.setattr(rates, "rate_of", lambda backend, request: {"flash4": 300.0, "tiles": 900.0}[backend])
-    registry.cached.clear()
-    assert is_chosen(N)
-
-
 def test_another_order_of_backends_is_heeded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one answer holds for both passes, too."""
     assert not is_chosen(2**17, both=True)

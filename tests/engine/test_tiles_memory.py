@@ -96,18 +96,6 @@ def test_what_problems_take_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-@pytest.mark.parametrize("fitting", range(9))
-def test_heads_of_one_key_head_run_together(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many groups of them at a time as fit, at least one."""
-    q, k = (torch.zeros(1, N, heads, D, dtype=torch.bfloat16, device="meta") for heads in (H, 4))
-    branches = (PATTERN.segment_lengths, PATTERN.dilation_rates, "cyclic", "all", "mask")
-    plan = make_plan(settings(branches=branches, backend="math"), (q, k, k), False, runner=tiles)
-    of_head, _ = tiles.head_bytes(PATTERN, plan.shape, plan.size, False, False)
-    monkeypatch.setattr(tiles, "transient_budget", lambda _: fitting * of_head + 1)
-    count = max(2, fitting // 2 * 2)
-    assert [heads for _, heads in tiles.ranges_of(plan)] == [(first, min(first + count, H)) for first in range(0, H, count)]
-
-
 def test_plans_ask_what_a_call_asks() -> None:
     def planned(n: int, **options: Any) -> Any:
         shape = {"num_positions": n, "num_heads": 16, "head_dim": 64, "gpu": find_gpu("H200"), "is_causal": True}

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.func import functional_call, functionalize, grad, jvp, vjp, vmap
+from torch.func import functionalize, grad, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
 import dilated_attention as da
 from dilated_attention.testing import Case, Inputs, Space, call, inputs, max_error, plain_attention, random_case, relative_bound, results
 from tests.helpers.op_settings import settings
 from tests.helpers.pool import pool_of
-from tests.helpers.transform_cases import BRANCHES, TRANSFORMS, B, D, Function, H, N, functions, loss_of, many, qkv, weights_of
+from tests.helpers.transform_cases import BRANCHES, TRANSFORMS, B, D, Function, H, N, functions, many, qkv, weights_of
 
 REFUSED = {"jvp", "jvp_of_one", "make_dual", "jacfwd", "hessian", "jacrev_of_jacrev"}
 NO_FORWARD_MODE = "has no forward mode, and got a tangent.* use "
@@ -293,17 +293,3 @@ def test_transforms_inside_a_compiled_function(name: str) -> None:
             graph(qkv(), many())
     else:
         assert_equal(graph(qkv(), many()), under(name, FUNCTIONS["dilated_attention"]))
-
-
-def test_gradients_of_each_sample_of_a_module_are_those_of_samples_alone() -> None:
-    torch.manual_seed(0)
-    module = da.MultiheadDilatedAttention(12, 2, *BRANCHES, rotary=True, num_kv_heads=1).double()
-    x = torch.randn(3, N, 12, dtype=torch.float64)
-
-    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return loss_of(lambda x: functional_call(module, parameters, (x,))[0])(x[None])
-
-    found = vmap(grad(loss), in_dims=(None, 0))({key: value.detach() for key, value in module.named_parameters()}, x)
-    for index, sample in enumerate(x):
-        expected = torch.autograd.grad(loss_of(lambda x: module(x)[0])(sample[None]), list(module.parameters()))
-        assert_equal([found[key][index] for key, _ in module.named_parameters()], list(expected))

@@ -26,20 +26,14 @@ def tensors(n: int = N, dtype: torch.dtype = torch.float64, batch: int = B) -> l
     return [*(x.requires_grad_() for x in made[:4]), made[4]]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["alibi", "line", "plane"])
-def test_equals_torch_with_the_bias_as_a_mask(kind: str, is_causal: bool) -> None:
+def test_equals_torch_with_the_bias_as_a_mask(kind: str) -> None:
     q, k, v, slopes, places = tensors()
     c = {"alibi": torch.arange(float(N)).double()[:, None], "line": places[:, :1], "plane": places}[kind]
     bias = da.Alibi(slopes) if kind == "alibi" else da.Distance(places[:, 0] if kind == "line" else places, slopes)
     mask = -slopes[:, None, None] * torch.cdist(c, c)
-    mask = mask.masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), -torch.inf) if is_causal else mask
     truth = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask[None])
-    found = da.attention(q, k, v, is_causal=is_causal, bias=bias).transpose(1, 2)
-    torch.testing.assert_close(found, truth)
-    grads = (torch.autograd.grad(out.sin().sum(), (q, k, v, slopes)) for out in (found, truth))
-    for mine, other in zip(*grads, strict=True):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(da.attention(q, k, v, bias=bias).transpose(1, 2), truth)
 
 
 @pytest.mark.parametrize("kind", ["dense", "dilated", "blocks"])
@@ -76,9 +70,6 @@ def test_what_needs_no_gradient_gets_none_and_dtypes_are_kept() -> None:
     assert dslopes.dtype is torch.float32 and bool(dslopes.all())
     with torch.autocast("cpu", torch.bfloat16):
         assert da.attention(q, k, v, bias=da.Alibi(slopes)).dtype is torch.bfloat16
-    half = slopes.detach().bfloat16().requires_grad_()
-    out = da.attention(*(x.bfloat16() for x in (q, k, v)), bias=da.Alibi(half))
-    assert torch.autograd.grad(out.float().sin().sum(), half)[0].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", ["math", "auto"])

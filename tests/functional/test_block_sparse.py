@@ -1,7 +1,6 @@
 """Block masks of flex attention.
 
-Any pattern, alone and beside branches, with any option by any backend and in any form: tests/engine/test_oracle.py. Rows without keys, and
-what must not change a result: test_properties.py.
+Any pattern, alone and beside branches, with any option by any backend and in any form: tests/engine/test_oracle.py.
 """
 
 from __future__ import annotations

@@ -347,9 +347,6 @@ class Doubled(nn.Linear):
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hooked": lambda block: block.ffn.up.register_forward_hook(lambda module, x, y: 2 * y),
     "subclassed": lambda block: setattr(block.ffn, "up", Doubled(32, block.ffn.up.out_features, device=DEVICE)),
-    "parametrised": lambda block: nn.utils.parametrizations.weight_norm(block.attention.q_proj).parametrizations.weight.original0.data.mul_(
-        2
-    ),
     "its own forward": lambda block: setattr(block.attention.v_proj, "forward", lambda x: torch.zeros_like(x)),
     "replaced": lambda block: setattr(block, "attention_norm", nn.Identity()),
     "hooked attention": lambda block: block.attention.attention.register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:])),

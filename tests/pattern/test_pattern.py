@@ -1,13 +1,15 @@
-"""DilatedPattern against loops over its definition, its counts against its mask, and the branches of a context by LongNet's rule."""
+"""DilatedPattern's mask against the reference, its counts against its mask, and the branches of a context by LongNet's rule.
+
+The reference, and offsets with it, against loops: tests/engine/test_oracle.py."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern
-from dilated_attention.pattern import NOT_IN_BRANCH, geometric_branches
+from dilated_attention.engine.reference import multiplicities
+from dilated_attention.pattern import geometric_branches
 from dilated_attention.testing import random_case
 
 # Prov-GigaPath's slide encoder: segments of max_wsi_size 262144, 16 heads, TorchScale's offsets
@@ -32,32 +35,17 @@ def patterns(max_length: int = 40) -> st.SearchStrategy[tuple[DilatedPattern, in
     return st.integers(0, 2**32).map(draw).filter(lambda drawn: max(drawn[0].segment_lengths) < 2**50)
 
 
-def mask_by_loops(pattern: DilatedPattern, num_queries: int, num_keys: int, heads: int, is_causal: bool, query_offset: int) -> torch.Tensor:
-    """m_h(i, j) from the sentence that defines it: lists of the positions that a head takes in a segment."""
-    mask = torch.zeros(heads, num_queries, num_keys, dtype=torch.int64)
-    end = max(num_keys, query_offset + num_queries)
-    for (length, rate), offsets in zip(pattern.branches, pattern.offsets(heads), strict=True):
-        for head in range(heads):
-            if offsets[head] == NOT_IN_BRANCH:
-                continue
-            for start in range(0, end, length):
-                positions = range(start + offsets[head], min(start + length, end), rate)
-                for i in positions:
-                    for j in positions:
-                        if query_offset <= i < query_offset + num_queries and j < num_keys and (j <= i or not is_causal):
-                            mask[head, i - query_offset, j] += 1
-    return mask
-
-
 @given(drawn=patterns(20), is_causal=st.booleans(), data=st.data())
 @settings(max_examples=150)
-def test_dense_mask_is_the_definition(drawn: tuple[DilatedPattern, int, int], is_causal: bool, data: st.DataObject) -> None:
+def test_dense_mask_is_the_references(drawn: tuple[DilatedPattern, int, int], is_causal: bool, data: st.DataObject) -> None:
     pattern, heads, num_keys = drawn
-    query_offset = data.draw(st.integers(0, num_keys))
-    num_queries = data.draw(st.integers(0, num_keys + 5))
-    found = pattern.dense_mask(num_queries, num_keys, heads, is_causal=is_causal, query_offset=query_offset)
+    query_offset, num_queries = data.draw(st.integers(0, num_keys)), data.draw(st.integers(0, num_keys + 5))
+    rows: dict[str, Any] = {"is_causal": is_causal, "query_offset": query_offset}
+    found = pattern.dense_mask(num_queries, num_keys, heads, **rows)
     assert found.dtype is torch.int64
-    assert torch.equal(found, mask_by_loops(pattern, num_queries, num_keys, heads, is_causal, query_offset))
+    # queries may lie behind all keys
+    wanted, _ = multiplicities(pattern, num_queries, max(num_keys, query_offset + num_queries), heads, **rows)
+    assert torch.equal(found.double(), wanted.sum((0, 1))[..., :num_keys])
 
 
 @given(drawn=patterns(), is_causal=st.booleans())
@@ -71,36 +59,6 @@ def test_counts_are_those_of_the_mask(drawn: tuple[DilatedPattern, int, int], is
     assert pattern.density(n, heads, is_causal=is_causal) == (pairs / total if total else 0.0)
     assert pattern.keys_per_query(n, heads, is_causal=is_causal) == (pairs / (heads * n) if n else 0.0)
     assert pattern.flops(n, heads, 24, is_causal=is_causal) == (4 * 24 * pairs, 10 * 24 * pairs)
-
-
-# --- offsets -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 16, 19])
-@pytest.mark.parametrize("rate", [1, 2, 3, 6, 16])
-def test_offsets_of_any_shape(heads: int, rate: int) -> None:
-    """Blocked as TorchScale lays them out: heads padded to a multiple of r, cut into r blocks; cyclic, zero and listed ones."""
-    block = math.ceil(heads / rate)
-    listed = tuple(h * 7 % rate for h in range(heads))
-    wanted = {"blocked": [h // block for h in range(heads)], "cyclic": [h % rate for h in range(heads)], "zero": [0] * heads}
-    for name, layout in wanted.items():
-        assert DilatedPattern((100,), (rate,), name).offsets(heads) == (tuple(layout),) and max(layout) < rate
-    assert DilatedPattern((100,), (rate,), [listed]).offsets(heads) == (listed,)
-    with pytest.raises(ValueError, match=f"{heads} integers per branch for {heads + 1} heads"):
-        DilatedPattern((100,), (rate,), [listed]).offsets(heads + 1)
-
-
-def test_split_heads() -> None:
-    """fkodom's layout: contiguous groups, the first H mod G one larger, offset = branch index mod r."""
-    pattern = DilatedPattern((8, 8, 8, 8, 8), (1, 2, 4, 6, 2), branch_heads="split")
-    none = NOT_IN_BRANCH
-    expected = [[none] * 12 for _ in range(5)]
-    for branch, (heads, offset) in enumerate([((0, 1, 2), 0), ((3, 4, 5), 1), ((6, 7), 2), ((8, 9), 3), ((10, 11), 0)]):
-        for head in heads:
-            expected[branch][head] = offset
-    assert pattern.offsets(12) == tuple(map(tuple, expected))
-    # fewer heads than branches: the later branches have none
-    assert pattern.offsets(2) == ((0, none), (none, 1), (none, none), (none, none), (none, none))
 
 
 # --- large N: closed forms must not build masks ------------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
-"""Tables of tiles and places of results, by brute force: every result has one place, and the kernels' arithmetic finds it again."""
+"""Launches of kernels, on stand-ins of Triton's: bound once, shared where Triton selects one kernel, compiled ahead."""
 
 from __future__ import annotations
 
-import itertools
-import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,86 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from dilated_attention.backends.tiles import call
 from dilated_attention.backends.tiles import launch as tile_launch
-from dilated_attention.backends.tiles.call import Tables
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch
-from dilated_attention.backends.tiles.table import Walk, counts_of
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# (branch, offset, position) → place
-Places = dict[tuple[int, int, int], int]
-
-
-def random_walk(seed: int) -> Walk:
-    rng = random.Random(seed)
-    N = rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, 60)])
-    cuts = sorted({rng.randint(1, N) for _ in range(rng.randint(0, 4))} | {N}) if rng.random() < 0.6 else [N]
-    branches = []
-    for _ in range(rng.randint(1, 3)):
-        w = rng.choice([rng.randint(1, 8), rng.randint(1, 2 * N), 2**40])
-        branches.append((w, rng.choice([1, rng.randint(1, min(w, 7))])))
-    queries, num_keys = (0, N), None
-    if len(cuts) == 1 and rng.random() < 0.2:
-        # a dense problem: as many positions as the longer side has
-        queries, num_keys = rng.choice([((0, N), rng.randint(1, N)), ((0, rng.randint(1, N)), N)])
-    elif rng.random() < 0.4:
-        first = rng.randint(0, N - 1)
-        queries = first, rng.randint(first + 1, N)
-    whole = [b for b, (_, rate) in enumerate(branches) if rate == 1]
-    direct, key_direct = (rng.choice(whole) if whole and rng.random() < 0.6 else -1 for _ in range(2))
-    return Walk(tuple(branches), tuple(zip([0, *cuts], cuts, strict=False)), queries, direct, key_direct, num_keys)
-
-
-def taken(walk: Walk, of_keys: bool) -> set[tuple[int, int, int]]:
-    """Every (branch, offset, position) with a result, by the definition of a pattern."""
-    low, high = walk.keys if of_keys else walk.queries
-    found = set()
-    for branch, (w, rate) in enumerate(walk.branches):
-        for start, end in walk.documents:
-            length = min(w, end - start)
-            found |= {(branch, (p - start) % length % rate, p) for p in range(max(start, low), min(end, high))}
-    return found
-
-
-def by_table(walk: Walk, of_keys: bool, tile: int, rows: torch.Tensor) -> Places:
-    """What programs write, read from their rows as the kernels do; that no two rows write one result is asserted."""
-    low, high = walk.keys if of_keys else walk.queries
-    places: Places = {}
-    for branch, rate, start, length, index, place, _, query_place in rows.tolist():
-        w, r = walk.branches[branch]
-        assert rate == r and length <= w and index >= 0
-        for offset in range(rate):
-            run = [p for p in range(start + offset, start + length, rate) if low <= p < high]
-            if not of_keys:
-                assert place == query_place
-            for t, position in list(enumerate(run))[index * tile : (index + 1) * tile]:
-                assert (branch, offset, position) not in places
-                places[branch, offset, position] = place + t
-    return places
-
-
-@pytest.mark.parametrize("first", range(0, 12, 6))
-def test_every_result_has_one_place_and_one_tile(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, (tile, right) in itertools.product(range(first, first + 6), ((16, None), (3, 0), (2, None))):
-        walk = random_walk(seed)
-        # as many documents at a time as there are, or fewer
-        monkeypatch.setattr(call, "_DOCUMENTS", (512, 2)[seed % 2])
-        counts, tables = (counts_of(walk, False, tile), counts_of(walk, True, tile)), Tables(walk, right == 0, tile, torch.device(DEVICE))
-        tables.pointers()
-        for of_keys, table in zip((False, True), tables.tensors()[1:], strict=True):
-            direct = walk.key_direct if of_keys else walk.direct
-            places = by_table(walk, of_keys, tile, table.view(-1, 8))
-            assert set(places) == taken(walk, of_keys), (seed, walk)
-            # a head has one offset in each branch: of those with equal places no two meet in one head
-            heads: dict[int, set[tuple[int, int]]] = {}
-            for (branch, offset, _), place in places.items():
-                assert (branch, offset) not in heads.setdefault(place, set()), (seed, walk)
-                heads[place].add((branch, offset))
-            assert all(len({branch for branch, _ in owners}) == 1 for owners in heads.values())
-            assert min(heads) >= 0 and max(heads) < counts[of_keys].all_places
-            # what need not wait in memory comes last
-            assert all((place >= counts[of_keys].num_places) == (branch == direct) for (branch, _, _), place in places.items())
 
 
 class Compiled:
