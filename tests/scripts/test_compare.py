@@ -113,7 +113,9 @@ def test_every_name_is_a_model_that_reads(part: Part) -> None:
         script.attention_of("far", 700, 2, 4)
 
 
-def test_a_run_writes_what_came_of_it_and_goes_on(here: Callable[..., tuple[int, str, str]], packages: Path, tmp_path: Path) -> None:
+def test_a_run_writes_what_came_of_it_and_goes_on(
+    part: Part, here: Callable[..., tuple[int, str, str]], packages: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "runs" / "a"
     flags = ["--attention", "mix-window-dilated", "--data", "bytes", packages, "--out", out, *SMALL]
     code, said, _ = here("compare_attention.py", *flags)
@@ -121,11 +123,14 @@ def test_a_run_writes_what_came_of_it_and_goes_on(here: Callable[..., tuple[int,
     assert code == 0 and said.splitlines()[-1].startswith(f"done: {found['bits']:.4f} bits per byte, ")
     assert (found["steps"], found["tokens"], found["settings"]["attention"]) == (3, 3 * 1024, "mix-window-dilated")
     assert [tokens for _, tokens, _ in found["curve"]] == [2048, 3072] and found["curve"][-1][2] == found["bits"]
-    # four windows: 2,048 targets, in bins that have all of them
+    # four windows of 512 targets, each in one bin
+    assert [row[:3] for row in found["by_position"]] == [*([2**i, 2 ** (i + 1), 4 * 2**i] for i in range(9)), [512, 1024, 4]]
+    figures = part("_compare_table")
     for name in ("by_position", "by_copy"):
-        assert sum(row[2] for row in found[name]) == 2048
-        mean = sum(row[2] * row[3] for row in found[name]) / 2048
-        assert mean == pytest.approx(found["bits"], abs=1e-4)
+        assert sum(row[2] for row in found[name]) == 2048 and figures.mean_beyond(found[name], 0) == pytest.approx(found["bits"], abs=1e-4)
+    (_, _, first), (_, _, last) = found["curve"]
+    assert [figures.at_tokens(found, n) for n in (50, 2560, 3072)] == pytest.approx([first, (first + last) / 2, last])
+    assert math.isnan(figures.at_tokens(found, 4000))
     assert [row[:2] for row in found["needle"]] == [[128, 4 * 24], [392, 4 * 24]]
     # again: the same run has ended; with one more step it goes on
     assert here("compare_attention.py", *flags)[0] == 0
@@ -138,15 +143,3 @@ def test_a_run_writes_what_came_of_it_and_goes_on(here: Callable[..., tuple[int,
     assert code == 0 and f"| mix-window-dilated | 0.001 | 0 | {longer['bits']:.4f} | {longer['bits']:.4f} |" in table
     # no 24 bytes of the held-out text stand twice in a window
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"compare-bytes-512-{x}.png" for x in ("position", "time")]
-
-
-def test_bins_and_equal_tokens_are_those_of_hand_counts(part: Part) -> None:
-    script = part("compare_attention")
-    at, bits = torch.tensor([0, 1, 2, 3, 4, 9, 3]), torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0, 7.0, math.nan])
-    assert script.binned(at, bits) == [[0, 1, 1, 1.0], [1, 2, 1, 2.0], [2, 4, 2, 4.0], [4, 8, 1, 6.0], [8, 16, 1, 7.0]]
-    found = part("_compare_table")
-    run = {"curve": [[1, 100, 5.0], [2, 200, 3.0], [3, 300, 2.0]]}
-    assert [found.at_tokens(run, n) for n in (50, 100, 150, 300)] == [5.0, 5.0, 4.0, 2.0] and math.isnan(found.at_tokens(run, 400))
-    assert found.mean_beyond([[0, 1, 10, 9.0], [8, 16, 1, 2.0], [16, 32, 3, 4.0]], 8) == 3.5
-    with pytest.raises(ValueError, match="holds no results"):
-        found.results(Path("none"))
