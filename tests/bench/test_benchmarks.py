@@ -12,14 +12,11 @@ import torch
 
 from benchmarks import contenders, speed
 from benchmarks.__main__ import main
-from benchmarks.case import FAMILIES, Case, case_names, dense_pattern, geometric, make_case, new_lengths, padding_mask, pairs, small
+from benchmarks.case import FAMILIES, Case, case_names, dense_pattern, geometric, make_case, new_lengths, pairs, small
 from benchmarks.contenders import Contender, contender
 from benchmarks.report import Results, Row, slower
-from benchmarks.truth import BOUNDS, SEED, Truth, wrong
-from dilated_attention.backends import Dropout
-from dilated_attention.engine.reference import reference_attention
+from benchmarks.truth import BOUNDS, wrong
 from dilated_attention.pattern import DilatedPattern, RandomBlocks
-from dilated_attention.testing.oracle import keep_mask
 from tests.helpers.scripts import run_script
 
 CPU = torch.device("cpu")
@@ -44,35 +41,17 @@ def make(**options: Any) -> tuple[Case, str]:
     return Case(**shape | options), mixture
 
 
-def by_definition(case: Case, mixture: str, leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
-    """Returns out, dq, dk and dv."""
-    keep = None
-    if case.dropout_p:
-        torch.manual_seed(SEED)
-        seed = int(torch.randint(2**62, (), dtype=torch.int64))
-        keys = torch.arange(case.num_positions).repeat(case.batch_size, 1)
-        batch, heads = torch.arange(case.batch_size), torch.arange(case.num_heads)
-        keep = keep_mask(Dropout(case.dropout_p, seed, batch, heads, keys, keys), slice(None))
-    bounds = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32)
-    out, _ = reference_attention(
-        *leaves, case.branches, is_causal=case.is_causal, query_offset=case.offset, window=case.window, cu_seqlens=bounds,
-        key_padding_mask=padding_mask(case), mixture_grad=mixture, keep=keep, dropout_p=case.dropout_p,
-    )  # fmt: skip
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_truth_is_the_definition(name: str) -> None:
-    """A thousandth off in any result is seen."""
+def test_the_truth_is_what_this_library_computes(name: str) -> None:
+    """Which is the definition: engine/test_oracle.py. A thousandth off in any result is seen."""
     case, mixture = make(**OPTIONS[name])
     one = contenders.ours("", **({"mixture_grad": mixture} if case.pattern else {}))
-    errors = one.errors(case, one.make(case), gradients=True)
+    call = one.make(case)
+    errors = one.errors(case, call, gradients=True)
     assert set(errors) == {"out", "dq", "dk", "dv"} and max(errors.values()) < 1e-10, errors
-    true = Truth(case, case.branches, mixture, count=5)
-    leaves, dout = case.qkv(7), true.dout()
-    results = by_definition(case, mixture, leaves, dout)
-    assert wrong(true.errors(leaves, dout, results[0], results[1:]), BOUNDS[torch.float64]) == ""
-    errors = true.errors(leaves, dout, results[0], [results[1], 1.001 * results[2], results[3]])
+    assert wrong(errors, BOUNDS[torch.float64]) == ""
+    # the same keys with a larger gradient
+    errors = one.errors(case, lambda q, k, v: call(q, k + 0.001 * (k - k.detach()), v), gradients=True, rows=5)
     assert errors["dk"] == pytest.approx(0.001, rel=1e-3)
     assert wrong(errors, BOUNDS[torch.float64]).startswith("wrong: dk off by 1.0e-03")
     assert wrong({"out": math.nan}, 1e-3).startswith("wrong: out off by nan")
