@@ -5,9 +5,8 @@
     fused_block:    both, for a whole transformer block
 
 Separate layers save x, a, z and, where dtypes differ, copies of them. With the Triton kernels of ``fused_layers_triton.py`` only x (and
-gate), which the attention or the previous layer holds anyway, and two float32 numbers per row are saved; the backward recomputes a and z.
-For a float32 residual stream under autocast the normalised rows x̂ are saved in 16 bits instead of x. For dropout a seed is saved instead
-of a mask. No matrix product is computed twice.
+gate), which others hold anyway, and two float32 numbers per row are saved; the backward recomputes a and z, but no matrix product. For a
+float32 residual stream under autocast the normalised rows x̂ are saved in 16 bits instead of x; for dropout a seed instead of a mask.
 
 The layers are called as usual on CPUs, in float64, under transforms of torch.func, and if a layer was replaced, subclassed, parametrised,
 quantised, sharded separately, hooked or moved to another device. Then the result is the same, but no memory is saved.
@@ -352,8 +351,7 @@ class _Block(torch.autograd.Function):
         needs_x, needs = ctx.needs_input_grad[4], _grouped(ctx.needs_input_grad[5:], _COUNTS)
         # whether the gradient of each step's input is needed
         needed = list(itertools.accumulate(map(any, needs[:3]), operator.or_, initial=needs_x))
-        inputs = CallInputs(*inputs)
-        eager = is_eager([grad, inputs.q]) and dispatched_alike(grad, inputs.q)
+        eager = is_eager([grad, inputs[0]]) and dispatched_alike(grad, inputs[0])
         grads: list[Any] = [[None] * count for count in _COUNTS]
 
         def linear(i: int, dy: torch.Tensor) -> torch.Tensor:
@@ -373,7 +371,7 @@ class _Block(torch.autograd.Function):
                 dy = linear(1, dropped(dx, *draw))
             if needed[1]:
                 run = ctx.call.run_backward if eager else ctx.call.backward_op
-                dqkv = run(dy.view(outputs[0].shape), None, inputs, outputs)[:3]
+                dqkv = run(dy.view(outputs[0].shape), None, CallInputs(*inputs), outputs)[:3]
                 dy = torch.cat([x.flatten(2) for x in dqkv], -1).flatten(0, 1)
                 del dqkv
                 dy = linear(0, dy)

@@ -220,6 +220,8 @@ def attention_received(
     _check_shape("query_weights", query_weights, tuple(q.shape[:2]), "(batch, queries)")
     if query_weights is not None and query_weights.is_complex():
         raise TypeError(f"query_weights has dtype {query_weights.dtype}; expected real numbers")
+    # against q as it was given
+    check.check_sinks(given.sinks, q)
     call: dict[str, Any] = {**options, "backend": backend}
     of_branches = None if branches is None else (branches.segment_lengths, branches.dilation_rates)
     if branches is None and blocks is None:
@@ -231,7 +233,6 @@ def attention_received(
             if isinstance(call.get(name), torch.Tensor):
                 call[name] = _ordinary(call[name], call[name].dtype)
         if given.sinks is not None:
-            check.check_sinks(given.sinks, q)
             call["sinks"] = _ordinary(given.sinks, torch.promote_types(given.sinks.dtype, q.dtype))
         # one value head per query head gives one gradient per query head; the gradient does not depend on what the values hold
         k = k if k.shape[2] == q.shape[2] else k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)

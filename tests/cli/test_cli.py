@@ -155,7 +155,7 @@ WARMUP = "warmup gigapath-12l768d"
         ("plan dense --length 1k --checkpoint", "--checkpoint given, which dense does not take"),
         ("plan dense --length 1k --memory 0", "is not a memory size"),
         ("recommend training --length 64 --parameters many", "'many' is not a number of parameters"),
-        ("show titan", "(titan: TITAN's weights need a bias by distance"),
+        ("show titan", "(titan: attention(…, bias=Distance(coordinates, slopes))"),
         ("plan Prov-GigaPath --length 1k", "(gigapath: load_torchscale('slide_encoder.pth') loads"),
         ("show longnet-tiny --length 64", "unrecognized arguments"),
         (f"{DILATED} --head-offsets 0,x", "expected cyclic, blocked, zero, or for each branch one offset per head"),

@@ -173,3 +173,12 @@ def test_maps_work_in_inference_mode_and_have_no_gradient() -> None:
     assert not any(x.requires_grad for x in expected)
     with torch.inference_mode():
         assert all(map(torch.equal, both(q.clone(), k.clone(), PADDING.clone()), expected))
+
+
+def test_sinks_have_the_queries_dtype_or_float32() -> None:
+    q, k = (x.bfloat16() for x in make_qk())
+    sinks = torch.linspace(-1, 1, q.shape[2], dtype=torch.bfloat16)
+    expected = attention_received(q, k, sinks=sinks.float())
+    assert torch.equal(attention_received(q, k, sinks=sinks), expected)
+    with pytest.raises(ValueError, match="sinks has dtype torch.float16"):
+        attention_received(q, k, sinks=sinks.half())
