@@ -180,5 +180,5 @@ def test_sinks_have_the_queries_dtype_or_float32() -> None:
     sinks = torch.linspace(-1, 1, q.shape[2], dtype=torch.bfloat16)
     expected = attention_received(q, k, sinks=sinks.float())
     assert torch.equal(attention_received(q, k, sinks=sinks), expected)
-    with pytest.raises(ValueError, match="sinks has dtype torch.float16"):
+    with pytest.raises(ValueError, match="sinks has dtype"):
         attention_received(q, k, sinks=sinks.half())
