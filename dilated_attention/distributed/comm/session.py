@@ -113,7 +113,7 @@ class Session:
         self.agreed: dict[object, tuple[int, Mapping[str, object]]] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
-        # _leave_parents_groups says whether it is the parent's
+        # of the process that this one was forked from, see _leave_parents_groups
         if default is _parents_store:
             raise RingError(
                 f"{self.label}: this process was forked from one that had initialised torch.distributed, whose connections do not work in "
