@@ -30,28 +30,33 @@ registry.register(Flash4Backend())
 registry.register(Flash3Backend())
 registry.register(Flash3Fp8Backend())
 registry.register(Flash2Backend())
+# backend="sdpa" takes the first of the family that can compute a request
 registry.register(SdpaCudnnBackend(), family="sdpa")
 registry.register(SdpaFlashBackend(), family="sdpa")
 registry.register(SdpaEfficientBackend(), family="sdpa")
 registry.register(SdpaCpuBackend(), family="sdpa")
 registry.register(FlexBackend())
 registry.register(XformersBackend())
+# our own kernels: "triton" for block lists, "tiles" for dense problems
 registry.register(TritonBlocksBackend())
 registry.register(TilesBackend())
 registry.register(MathBackend())
 
-# The orders that apply where no shipped table of rates has a row (rates.py, shipped/). Hopper: by the H200 figures in each backend's
-# `source`. Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the FlashAttention-3 paper). Pascal:
-# scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080). Volta and Turing have no flash
-# kernels.
+# The orders that apply where no shipped table of measured rates has a row for a request (rates.py). "sm8x": every GPU of compute
+# capability 8. A backend that is in no order comes after these; flash3_fp8 need not be in one, since nothing else computes precision="fp8".
 registry.set_order("cpu", ("sdpa_cpu", "math"))
+# Blackwell: sm10x in data centres, sm12x in consumer GPUs
 registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
 registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
+# Hopper: by the H200 figures in each backend's ``source``
 registry.set_order(
     "sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "tiles", "sdpa_efficient", "xformers", "flex", "math")
 )
+# Ampere and Ada: FlashAttention-2 is ahead of cuDNN there (A100 rows of the FlashAttention-3 paper)
 registry.set_order("sm8x", ("flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
+# Volta and Turing have no flash kernels
 registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
+# Pascal: scaled_dot_product_attention was 2000 times slower than plain products (published runs on a GTX 1080)
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 

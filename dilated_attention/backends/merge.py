@@ -1,4 +1,4 @@
-"""The exact merge of two partial softmax results (out, lse) over disjoint or repeated keys.
+"""The exact merge of two partial softmax results (out, lse) over disjoint or repeated keys. lse: log of the sum of e^score.
 
     lse = log(e^lse₁ + e^lse₂),   out = out₁·e^(lse₁ − lse) + out₂·e^(lse₂ − lse)
 
@@ -23,7 +23,8 @@ def merge_weights(lse_1: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor, Tensor]
     weight_1, weight_2 = (lse_1 - high).exp_(), (lse_2 - high).exp_()
     total = weight_1 + weight_2
     lse = high + total.log()
-    # dividing by the sum instead of using exp(lse_i − lse): float32 holds an lse of 1e4 to only 5e-4, so the weights would not sum to 1
+    # dividing by the sum instead of using exp(lse_i − lse): float32 holds an lse of 1e4 to only 5e-4, so the weights would not sum to 1. A
+    # sum of 0 (both parts empty) is replaced after its log, −inf, was taken
     total.masked_fill_(total == 0, 1.0)
     return lse, weight_1.div_(total), weight_2.div_(total)
 
@@ -38,8 +39,8 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 def add_zero_keys(out: Tensor, lse: Tensor, num_zero_keys: int) -> tuple[Tensor, Tensor]:
     """Returns the part (out, lse) with added keys of score 0 and value 0: the closed form of TorchScale's padding."""
-    zeros = lse.new_full((), math.log(num_zero_keys))
-    return out * zero_key_share(lse, num_zero_keys)[..., None].to(out.dtype), torch.logaddexp(lse, zeros)
+    lse_of_zeros = lse.new_full((), math.log(num_zero_keys))
+    return out * zero_key_share(lse, num_zero_keys)[..., None].to(out.dtype), torch.logaddexp(lse, lse_of_zeros)
 
 
 def zero_key_share(lse: Tensor, num_zero_keys: int) -> Tensor:
@@ -48,7 +49,8 @@ def zero_key_share(lse: Tensor, num_zero_keys: int) -> Tensor:
 
 
 def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Like ``merge_``, but for an out of any dtype, rounded once. Takes views (P, L, G, D) and (P, L, G) of any strides."""
+    """Like ``merge_``, but for an out of any dtype, rounded once. Takes views (P, L, G, D) and (P, L, G) of any strides: P problems, L
+    rows, G heads."""
     if lse.is_cuda and has_kernels(lse):
         from dilated_attention.backends.merge_inplace_triton import merge_onto as fused
 

@@ -1,4 +1,7 @@
-"""The reference implementation: docs/meaning.md, literally, in float64 and O(N²). Every fast path is tested against it."""
+"""The reference implementation: docs/meaning.md, literally, in float64 and O(N²). Every fast path is tested against it.
+
+Shape letters: B batch, Nq queries, Nk keys, H query heads, D head dim, C coordinates. In einsum: b, i (query), j (key), h, d.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,33 @@ def multiplicities(
     pattern: DilatedPattern, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
     window: tuple[int | None, int | None] | None = None, cu_seqlens: Tensor | None = None, key_padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns (m, z): multiplicities m (B or 1, H, Nq, Nk) float64, and zero keys z (branches, H, Nq) of ``tail="zero_keys"``."""
+    """Returns (m, z), float64, for each branch alone:
+
+        m  (branches, B or 1, H, Nq, Nk)  1 where query and key share a segment and are both taken, and nothing masks the key; else 0
+        z  (branches, H, Nq)              how many zero keys ``tail="zero_keys"`` adds for the query
+
+    Query row i is position ``query_offset`` + i.
+    """
     bounds = [0, num_keys] if cu_seqlens is None else cu_seqlens.tolist()
     m = torch.zeros(pattern.num_branches, num_heads, num_queries, num_keys, dtype=torch.float64)
-    zero = torch.zeros(pattern.num_branches, num_heads, num_queries, dtype=torch.float64)
+    zero_keys = torch.zeros(pattern.num_branches, num_heads, num_queries, dtype=torch.float64)
     positions, keys = torch.arange(query_offset, query_offset + num_queries)[:, None], torch.arange(num_keys)[None]
     for start, end in itertools.pairwise(bounds):
         for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
             same_segment = (positions - start) // length == (keys - start) // length
+            # −1: the head does not run the branch
             for offset in {offset for offset in offsets if offset >= 0}:
                 heads = [head for head, of_head in enumerate(offsets) if of_head == offset]
+                # which queries (Nq, 1) and keys (1, Nk) of this document the branch takes
                 row_taken, key_taken = ((start <= x) & (x < end) & ((x - start) % length % rate == offset) for x in (positions, keys))
                 joined = row_taken & key_taken & same_segment
                 m[branch, heads] += joined.double()
-                numbers = joined.sum(-1)
-                for number in [] if is_causal else numbers[row_taken[:, 0]].unique().tolist():
-                    rows = row_taken[:, 0] & (numbers == number)
-                    zero[branch, heads] += rows * float(pattern.zero_keys(branch, end - start, number))
+                # zero keys stand at the end of a segment, so a causal query sees none. Their number depends on how many real ones there are
+                num_real = joined.sum(-1)
+                for count in [] if is_causal else num_real[row_taken[:, 0]].unique().tolist():
+                    rows = row_taken[:, 0] & (num_real == count)
+                    zero_keys[branch, heads] += rows * float(pattern.zero_keys(branch, end - start, count))
+    # of a key after a query
     distance = torch.arange(num_keys)[None, :] - (torch.arange(num_queries) + query_offset)[:, None]
     if is_causal:
         m = m * (distance <= 0)
@@ -41,7 +54,7 @@ def multiplicities(
     m = m[:, None]
     if key_padding_mask is not None:
         m = m * ~key_padding_mask.cpu()[None, :, None, None, :]
-    return m, zero
+    return m, zero_keys
 
 
 def reference_attention(
@@ -61,7 +74,7 @@ def reference_attention(
     B, num_queries, num_heads, head_dim = q.shape
     repeat = num_heads // k.shape[2]
     k, v = (x.repeat_interleave(repeat, dim=2) for x in (k, v))
-    m, zero = multiplicities(
+    m, zero_keys = multiplicities(
         pattern,
         num_queries,
         k.shape[1],
@@ -77,13 +90,15 @@ def reference_attention(
         scores = softcap * (scores / softcap).tanh()
     if coordinates is not None and slopes is not None:
         scores = scores - distance_scores(coordinates.double().cpu(), slopes.double().cpu(), query_offset, num_queries)
-    dropped = torch.ones_like(scores) if keep is None else keep.double() / (1 - dropout_p)
+    dropout_factors = torch.ones_like(scores) if keep is None else keep.double() / (1 - dropout_p)
     lses, outs = [], []
     for branch in range(pattern.num_branches):
+        # m · e^s = e^(s + log m)
         logits = torch.where(m[branch] > 0, scores + m[branch].clamp(min=1).log(), -torch.inf)
-        logits = torch.cat([logits, zero[branch].log()[None, ..., None].expand(B, -1, -1, 1)], dim=-1)
+        # all zero keys as one more column, with score 0; it counts in lse, and its value 0 adds nothing to out
+        logits = torch.cat([logits, zero_keys[branch].log()[None, ..., None].expand(B, -1, -1, 1)], dim=-1)
         lse = _logsumexp(logits)
-        weights = (logits - _shift(lse)[..., None]).exp()[..., :-1] * dropped
+        weights = (logits - _shift(lse)[..., None]).exp()[..., :-1] * dropout_factors
         lses.append(lse)
         outs.append(torch.einsum("bhij,bjhd->bhid", weights, v))
     if sinks is not None:
@@ -105,6 +120,7 @@ def distance_scores(coordinates: Tensor, slopes: Tensor, query_offset: int, num_
 
 
 def _shift(lse: Tensor) -> Tensor:
+    """Returns lse, or 0 where it is −inf: there x − lse would be NaN, and with 0 every weight is e^−inf = 0."""
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 

@@ -1,5 +1,10 @@
-"""Triton kernels of ``fused_layers.py``: activation and norm of a row held in registers, and dropout. Forward and backward read x, gate and
-dz once; the forward writes z, the backward z again, and the gradients of x and gate."""
+"""Triton kernels of ``fused_layers.py``, for rows x (M, K): activation and norm of a row held in registers ("prepare"), and dropout.
+
+    a = x, act(x) or SiLU(gate) ∘ x,    x̂ = (a − mean) / std,    z = weight ∘ x̂ + bias
+
+The forward writes z. The backward gets dz and writes z again and the gradients of x and gate. Both read each input once. In names,
+"normal" is x̂; without a norm it is a, and so is z. An RMS norm has mean 0 and std √(avg(a²) + eps).
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,12 @@ _ELEMENTS = 1024
 
 
 @triton.jit
-def _normal_cdf(x, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns (Φ(x), e^(−x²/2)). SHORT, for 16-bit inputs: Φ from formula 7.1.26 of Abramowitz and Stegun, with an absolute error below
-    1e-7, from the one exponential that the density also needs."""
+def _gaussian_cdf(x, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns (Φ(x), e^(−x²/2)), for GELU and its derivative.
+
+    SHORT, for 16-bit inputs: Φ from formula 7.1.26 of Abramowitz and Stegun, with an absolute error below 1e-7. It needs no erf, only the
+    exponential that is returned, too.
+    """
     bell = tl.exp(-0.5 * x * x)
     if SHORT:
         t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
@@ -35,8 +43,9 @@ def _normal_cdf(x, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _activated(x, gate, ACTIVATION: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns a."""
     if ACTIVATION == "gelu":
-        cdf, _bell = _normal_cdf(x, SHORT)
+        cdf, _bell = _gaussian_cdf(x, SHORT)
         return x * cdf
     if ACTIVATION == "relu":
         return tl.maximum(x, 0.0)
@@ -47,7 +56,7 @@ def _activated(x, gate, ACTIVATION: tl.constexpr, SHORT: tl.constexpr):  # type:
     return x
 
 
-# the number of rows follows the length, so it is not specialised; that of elements, a multiple of 16 for usual widths, makes loads wide
+# the number of rows follows the length, so it is not specialised
 @triton.jit(do_not_specialize=["num_rows"])
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, bias_ptr, z_ptr, normal_ptr, stats_ptr, num_rows, eps,
@@ -60,9 +69,11 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     mask = (rows < num_rows)[:, None] & inside
     places = rows[:, None] * K + columns[None, :]
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    # a tensor, whether or not it is used
     gate = x
     if ACTIVATION == "swiglu":
         gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    # from here on z is a, then x̂, then z
     z = _activated(x, gate, ACTIVATION, SHORT)
     if NORM != "none":
         mean = tl.zeros((ROWS,), dtype=tl.float32)
@@ -78,6 +89,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             z = z * tl.load(weight_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
         if HAS_BIAS:
             z = z + tl.load(bias_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        # stats (2, M)
         tl.store(stats_ptr + rows, mean, mask=rows < num_rows)
         tl.store(stats_ptr + num_rows + rows, rstd, mask=rows < num_rows)
     tl.store(z_ptr + places, z.to(z_ptr.dtype.element_ty), mask=mask)
@@ -98,6 +110,7 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
+    # weight and bias get sums over all rows of this program, which are added up outside
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < num_rows)[:, None] & inside[None, :]
@@ -120,21 +133,23 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
                 z = z + bias[None, :]
             tl.store(z_ptr + places, z.to(z_ptr.dtype.element_ty), mask=mask)
         if HAS_DZ:
+            # from here on da is dz, then dx̂, then da, then dx
             da = tl.load(dz_ptr + places, mask=mask, other=0.0).to(tl.float32)
             if NORM != "none":
-                # a thread holds its columns of all rows of the tile
+                # needs no exchange between threads: each holds its columns of all rows of the tile
                 dweight += tl.sum(da * normal, axis=0)
                 dbias += tl.sum(da, axis=0)
                 if HAS_WEIGHT:
                     da = da * weight[None, :]
+                # scaling or shifting a row does not change x̂: these components of the gradient are removed
                 along = tl.sum(da * normal, axis=1) / K
-                change = da - normal * along[:, None]
+                remaining = da - normal * along[:, None]
                 if NORM == "layer":
-                    change -= (tl.sum(da, axis=1) / K)[:, None]
-                da = change * rstd[:, None]
+                    remaining -= (tl.sum(da, axis=1) / K)[:, None]
+                da = remaining * rstd[:, None]
             # dx may overwrite dz: a program has read its rows before it writes them
             if ACTIVATION == "gelu":
-                cdf, bell = _normal_cdf(x, SHORT)
+                cdf, bell = _gaussian_cdf(x, SHORT)
                 da = da * (cdf + x * bell * 0.3989422804014327)
             if ACTIVATION == "relu":
                 da = tl.where(x > 0, da, 0.0)
@@ -154,24 +169,33 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def rows_launch(dtypes: Any, M: int, K: int, activation: str, norm: str, is_normal: bool, needs_z: bool, eps: float | None) -> KernelLaunch:
-    """Returns the launch that prepares rows (M, K), or for ``eps=None`` that of its backward. Its tensors: x, gate, weight and bias; z, x̂
-    and the statistics (2, M), or statistics, dz, z, dx, dgate and a share of the weight's and the bias's gradients for each program.
-    ``is_normal``: x̂ is written, or read as x."""
-    # elements of a tile, from one row or several short ones (a row longer than this is one tile); those per thread, of which more than 8
-    # (16 bytes of bfloat16) keep more bytes in flight; the least number of rows, for up to 4096 columns. Found by sweeps on an H200 with
-    # 45,682 rows of bfloat16. Forward: 42 µs for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs with 8 elements per thread).
-    # Backward: 103 and 669 µs; one row at a time, or no prefetch, takes a fifth to a half longer
+    """Returns the launch that prepares rows (M, K), or for ``eps=None`` that of its backward.
+
+    Args:
+        dtypes: of the launch's tensors, None for one that is absent. Forward: x, gate, weight, bias, z, x̂, statistics (2, M).
+            Backward: x, gate, weight, bias, statistics, dz, z, dx, dgate; the launch takes one more, (programs, 2, K) float32, for each
+            program's share of the gradients of weight and bias.
+        is_normal: forward: x̂ is written. Backward: x is x̂.
+        needs_z: the backward writes z.
+    """
+    # dz_dtype is read in the backward only
+    x_dtype, _, weight_dtype, bias_dtype, _, dz_dtype, *_ = dtypes
+    # tile: elements, from one row or several short ones; a longer row is one tile. per_thread: more than 8 elements (16 bytes of bfloat16)
+    # keep more bytes in flight. least_rows: for up to 4096 columns. Found by sweeps on an H200 with 45,682 rows of bfloat16. Forward: 42 µs
+    # for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs with 8 elements per thread). Backward: 103 and 669 µs; one row at a time, or
+    # no prefetch, takes a fifth to a half longer
     tile, per_thread, least_rows = (2048, 16, 2) if eps is None else (4096, 32, 1)
     block = triton.next_power_of_2(K)
     rows = max(least_rows if block <= 4096 else 1, tile // block)
     warps, tiles = min(32, max(4, block * rows // (32 * per_thread))), triton.cdiv(M, rows)
     constants = {
-        "K": K, "BLOCK": block, "ROWS": rows, "ACTIVATION": activation, "NORM": norm, "HAS_WEIGHT": dtypes[2] is not None,
-        "HAS_BIAS": dtypes[3] is not None, "SHORT": dtypes[0].itemsize == 2,
+        "K": K, "BLOCK": block, "ROWS": rows, "ACTIVATION": activation, "NORM": norm, "HAS_WEIGHT": weight_dtype is not None,
+        "HAS_BIAS": bias_dtype is not None, "SHORT": x_dtype.itemsize == 2,
     }  # fmt: skip
     if eps is not None:
         return KernelLaunch(_prepare_kernel, tiles, (M, eps), {**constants, "KEEPS_NORMAL": is_normal}, warps, dtypes=dtypes)
-    constants |= {"NEEDS_Z": needs_z, "HAS_DZ": dtypes[5] is not None, "IS_NORMAL": is_normal, "STAGES": 2}
+    constants |= {"NEEDS_Z": needs_z, "HAS_DZ": dz_dtype is not None, "IS_NORMAL": is_normal, "STAGES": 2}
+    # 3: without a GPU, in Triton's interpreter
     processors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 3
     programs = min(tiles, processors * max(1, _THREADS_PER_SM // (32 * warps)))
     return KernelLaunch(_prepare_backward_kernel, programs, (M, tiles), constants, warps, dtypes=dtypes)
@@ -187,6 +211,7 @@ def _keep(seed, places, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def
     return (state >> 33).to(tl.int64) >= THRESHOLD
 
 
+# specialised on the number of elements: a multiple of 16, as it is for usual widths, makes loads wide
 @triton.jit
 def _dropped_kernel(  # type: ignore[no-untyped-def]
     y_ptr, x_ptr, seed_ptr, path_ptr, out_ptr, num_elements, per_sample, scale,
@@ -199,7 +224,8 @@ def _dropped_kernel(  # type: ignore[no-untyped-def]
     if THRESHOLD > 0:
         out = tl.where(_keep(tl.load(seed_ptr), places, THRESHOLD), out, 0.0)
     if HAS_PATH:
-        # one 64-bit division per program: one per element would take longer than the memory accesses
+        # one 64-bit division per program: one per element would take longer than the memory accesses. ``beyond``: elements after the
+        # start of the program's first sample
         first = start // per_sample
         beyond = places - first * per_sample
         if not IS_LONG:
@@ -211,26 +237,31 @@ def _dropped_kernel(  # type: ignore[no-untyped-def]
 
 
 def dropped_launch(dtypes: Any, count: int, samples: int, dropout: float) -> KernelLaunch:
-    """Returns the launch that writes x (or 0) + path · dropout(y). Its contiguous tensors: y, of ``count`` elements, x, seed, path, out."""
+    """Returns the launch that writes x (or 0) + path · dropout(y).
+
+    Its contiguous tensors, and ``dtypes``: y (``count`` elements), x or None, seed, path (``samples``) or None, out. Each sample, an equal
+    part of y, has a factor in path.
+    """
+    _, x_dtype, _, path_dtype, _ = dtypes
     per_sample = count // samples
     # a 31-bit hash below the threshold drops its element
     constants = {
-        "THRESHOLD": int(dropout * 2**31), "HAS_X": dtypes[1] is not None, "HAS_PATH": dtypes[3] is not None,
+        "THRESHOLD": int(dropout * 2**31), "HAS_X": x_dtype is not None, "HAS_PATH": path_dtype is not None,
         "IS_LONG": per_sample >= 2**31 - _ELEMENTS, "BLOCK": _ELEMENTS,
     }  # fmt: skip
     return KernelLaunch(_dropped_kernel, triton.cdiv(count, _ELEMENTS), (count, per_sample, 1 / (1 - dropout)), constants, dtypes=dtypes)
 
 
-def launch_of(make: Callable[..., KernelLaunch], tensors: Sequence[Any], *kind: Any) -> KernelLaunch:
-    """Returns what ``make`` makes of the tensors' dtypes and of their kind."""
-    return _launch_of(make, tensors[0].device, tuple([None if x is None else x.dtype for x in tensors]), *kind)
+def launch_of(make: Callable[..., KernelLaunch], tensors: Sequence[Any], *arguments: Any) -> KernelLaunch:
+    """Returns what ``make``, one of the two functions above, makes of the tensors' dtypes and its other arguments; remembers it."""
+    return _launch_of(make, tensors[0].device, tuple([None if x is None else x.dtype for x in tensors]), *arguments)
 
 
 @functools.lru_cache(1024)
-def _launch_of(make: Callable[..., KernelLaunch], device: torch.device, *kind: Any) -> KernelLaunch:
+def _launch_of(make: Callable[..., KernelLaunch], device: torch.device, *arguments: Any) -> KernelLaunch:
     # the compiled kernel that it keeps is loaded on this device
     with on_device(device):
-        return make(*kind)
+        return make(*arguments)
 
 
 def run(launch: KernelLaunch, *tensors: Any) -> None:

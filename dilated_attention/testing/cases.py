@@ -1,5 +1,7 @@
 """Random test cases. A ``Case`` is one call with all its options. ``random_case`` draws one; ``inputs`` makes its tensors from its seed.
 
+A seed stands for the same case and the same numbers only while the order of the draws stays, here and in ``inputs``.
+
 Shape letters: B batch, N positions, H query heads, D head dim.
 """
 
@@ -80,10 +82,10 @@ class Space:
         """Returns the space of what a backend says that it supports. ``changes``: fields with other values."""
         capabilities = registry.get(name).capabilities
         dims = tuple(sorted(capabilities.head_dims or HEAD_DIMS))
-        dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0) or (
-            capabilities.head_dim_multiple,
-        )
-        supported = {name: getattr(capabilities, name) for name in ("window", "dropout", "softcap", "bias")}
+        dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0)
+        # a backend that takes none of these takes at least its multiple
+        dims = dims or (capabilities.head_dim_multiple,)
+        supported = {option: getattr(capabilities, option) for option in ("window", "dropout", "softcap", "bias")}
         return replace(cls(head_dims=dims, padding=capabilities.key_mask, **supported), **changes)
 
 
@@ -94,7 +96,8 @@ class Case:
     Args:
         pattern: dilated branches, for ``dilated_attention``; or a block pattern, for ``block_sparse_attention``.
         branches: dilated branches beside a block pattern, for ``block_sparse_dilated_attention``.
-        window: a window, for ``attention``; the pattern is then one segment of rate 1.
+        query_offset: position of the first query; that of the first key is 0.
+        window: a window (left, right), None for unbounded, for ``attention``; the pattern is then one segment of rate 1.
         padding: which keys are padding: ``"none"`` · ``"some"`` · ``"row"``: some, and all of the first sequence · ``"all"``.
         bounds: bounds of packed documents, as in ``cu_seqlens``.
         lse_grad: whether the loss depends on lse as well as on out.
@@ -102,6 +105,7 @@ class Case:
         softcap: scores are softcap · tanh(s / softcap); None for s.
         bias: ``"none"`` · ``"alibi"`` · distances of random coordinates in one (``"line"``) or two (``"plane"``) dimensions.
         layouts: memory layouts of q, k, v and dout, from ``LAYOUTS``.
+        seed: of the tensors' numbers, and of some of their dtypes and shapes (``inputs``).
     """
 
     pattern: DilatedPattern | BlockPattern
@@ -173,10 +177,12 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
     window = None
     if space.window and chance(8):
         window = (draw.choice([None, draw.randint(0, num_keys)]), draw.choice([None, draw.randint(0, num_keys)]))
+        # a segment longer than every sequence: dense attention
         pattern = DilatedPattern((2**62,), (1,), "zero")
     else:
         pattern = random_branches(draw, heads, num_keys, space.max_segment)
     bounds, query_offset, num_queries = None, 0, num_keys
+    # packed documents, or fewer queries than keys, or neither
     if chance(25):
         bounds = (0, *sorted(draw.randint(0, num_keys) for _ in range(draw.randint(0, 4))), num_keys)
     elif num_keys and chance(30):
@@ -214,9 +220,11 @@ def random_case(source: Chooser | int, space: Space | None = None) -> Case:
     block = (draw.choice([64, 128]), draw.choice([64, 128]))
     blocks = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None)
     if chance(25):
+        # chosen by content, besides (always) or among (within) the blocks of a pattern that is not
         amount: Any = draw.choice([{"blocks": 1}, {"blocks": 2}, {"density": 0.4}, {"mass": 0.6}])
         static_pattern: Any = random_blocks(draw, heads, num_keys, block, any_length=bounds is not None, depth=1) if chance(50) else None
         blocks = TopBlocks(**amount, **{draw.choice(["always", "within"]): static_pattern}, block_size=block)
+    # functions of block patterns take neither a window nor detached mixing
     return replace(case, pattern=blocks, branches=pattern if chance(25) else None, window=None, mixture_grad="exact")
 
 
@@ -228,8 +236,12 @@ def scattered(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key:
 def random_blocks(
     draw: Chooser, heads: int, num_positions: int, block_size: tuple[int, int], *, any_length: bool, depth: int = 2
 ) -> BlockPattern:
-    """Draws a block pattern, or several of them joined by |, & or by head. ``any_length``: one that exists at every length; ``depth``: how
-    often joined patterns may be joined again."""
+    """Draws a block pattern, or several of them joined by |, & or by head.
+
+    Args:
+        any_length: only kinds that exist at every length, as packed documents need; else also those made for ``num_positions``.
+        depth: how often joined patterns may be joined again.
+    """
     if depth and draw.randint(0, 2) == 2:
         parts = [
             random_blocks(draw, heads, num_positions, block_size, any_length=any_length, depth=depth - 1) for _ in range(draw.randint(2, 3))
@@ -243,8 +255,9 @@ def random_blocks(
         return draw.randint(0, most)
 
     sizes: Any = {"block_size": block_size}
-    cut, tiles = number(num_positions), [-(-num_positions // size) for size in block_size]
-    kept = torch.rand(heads, *tiles, generator=torch.Generator().manual_seed(cut)) < 0.5
+    # for Document and BlockTensor: where the second document begins, which also seeds the kept blocks
+    cut, grid = number(num_positions), [-(-num_positions // size) for size in block_size]
+    kept = torch.rand(heads, *grid, generator=torch.Generator().manual_seed(cut)) < 0.5
     kinds: list[Any] = [
         lambda: LocalWindow((draw.choice([None, number()]), draw.choice([None, number()])), **sizes),
         lambda: Causal(**sizes),
@@ -267,8 +280,10 @@ def random_branches(draw: Chooser, heads: int, num_keys: int, max_segment: int |
     longest = min(2 * num_keys + 2, max_segment or 2 * num_keys + 2)
     lengths = [draw.randint(1, draw.choice([min(8, longest), longest])) for _ in range(draw.randint(1, 4))]
     if max_segment is None and draw.randint(0, 9) == 9:
+        # longer than any sequence
         lengths[-1] = 2**40
     rates = [draw.randint(1, min(length, draw.choice([3, 11]))) for length in lengths]
+    # of head offsets; "split": every head runs one branch
     kind = draw.choice(["cyclic", "blocked", "zero", "lists", "split"])
     offsets: Any = "cyclic" if kind == "split" else kind
     if kind == "lists":
@@ -303,7 +318,10 @@ def make_tensor(
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
-    """Returns the case's tensors. Equal cases have equal ones on all devices, up to their rounding to ``dtype``."""
+    """Returns the case's tensors. Equal cases have equal ones on all devices, up to their rounding to ``dtype``.
+
+    By the seed, sinks and slopes have the inputs' dtype or that of lse, and coordinates are those of each batch entry or the same for all.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     queries = (case.batch, case.num_queries, case.heads, case.head_dim)
     keys = (case.batch, case.num_keys, case.kv_heads, case.head_dim)
@@ -314,14 +332,16 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
     padding = None
     if case.padding != "none":
         padding = torch.rand(case.batch, case.num_keys, generator=generator) < 0.4
+        # of so many batch entries every key is padding
         padding[: {"some": 0, "row": 1, "all": case.batch}[case.padding]] = True
         padding = padding.to(device)
     cu_seqlens = None if case.bounds is None else torch.tensor(case.bounds, dtype=torch.int32, device=device)
-    # sinks and slopes have the inputs' dtype in every other case, else that of lse
-    sinks = torch.randn(case.heads, generator=generator, dtype=torch.float64).mul_(2).to(dtype if case.seed % 2 else accumulation)
+    dtype_of_heads = dtype if case.seed % 2 else accumulation
+    # drawn also for a case without sinks, so that slopes and coordinates do not depend on that
+    sinks = torch.randn(case.heads, generator=generator, dtype=torch.float64).mul_(2).to(dtype_of_heads)
     coordinates = slopes = None
     if case.bias != "none":
-        slopes = torch.randn(case.heads, generator=generator, dtype=torch.float64).to(dtype if case.seed % 2 else accumulation).to(device)
+        slopes = torch.randn(case.heads, generator=generator, dtype=torch.float64).to(dtype_of_heads).to(device)
         width, batch = 2 if case.bias == "plane" else 1, case.batch if case.seed % 3 else 1
         coordinates = torch.rand(batch, case.num_keys, width, generator=generator).mul_(8).to(device)
         if case.bias == "alibi":

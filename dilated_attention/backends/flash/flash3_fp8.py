@@ -4,9 +4,11 @@ Each launch rounds its q, k and v to e4m3 (4 exponent and 3 mantissa bits, large
 
     y = round((x − c) · 448 / amax),    descale = amax / 448,    mean = avg(x − y · descale),    x ≈ mean + y · descale
 
-c is each channel's average over the rows of keys and values. Removing a constant does not change the attention: softmax is invariant to
-one in its scores, and one in the values passes through. So scale·q·mean(k) is added to lse and mean(v) to out, in float32. The mean is
-that of y *as rounded*: after a shift, rounding may be biased to one side, and an error common to all rows adds up.
+c is each channel's average over the rows, for keys and values; it is 0 for queries. Removing a constant does not change the attention:
+softmax is invariant to one in its scores, and one in the values passes through. So scale·q·mean(k) is added to lse and mean(v) to out, in
+float32. The mean is that of y *as rounded*: after a shift, rounding may be biased to one side, and an error common to all rows adds up.
+
+Shape letters: P problems, L rows of queries, S rows of keys, G query heads, K key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ KEYS_A_SUM = 8192
 _MOST_SPLITS = 128
 # the largest size of the float32 results of all splits of a launch
 _SPLIT_BYTES = 2**30
+# a launch has at least so many rows, even if its results then are larger than that
 _LEAST_ROWS = 1024
 
 
@@ -74,21 +77,25 @@ class Flash3Fp8Backend(Backend):
         assert keys is None
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S
-        (q8, q_scale, _), (k8, k_scale, k_mean), (v8, v_scale, v_mean) = quantise(q, K), *(quantise(x, K, centre=True) for x in (k, v))
+        q8, q_scale, _ = quantise(q, K)
+        (k8, k_scale, k_mean), (v8, v_scale, v_mean) = (quantise(x, K, centre=True) for x in (k, v))
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
         num_splits = min(_MOST_SPLITS, -(-S // self._keys_a_sum))
+        # of several splits the library keeps a float32 out each, so the rows are cut into launches that bound its memory
         rows = L if num_splits == 1 else max(_LEAST_ROWS, _SPLIT_BYTES // (num_splits * P * G * D * 4))
         for start in range(0, L, rows):
             end = min(start + rows, L)
             # a causal launch aligns its last row with its last key
             seen = end if options.causal else S
+            # the arguments of flash3.forward's launch, with scales in the three places for fp8; no window (−1)
+            sides, after_window = (-1, -1), (0, 0.0, True, None, num_splits, None, 0)
             _, part_lse, *_ = _ops().fwd(
                 q8[:, start:end], k8[:, :seen], v8[:, :seen], *(None,) * 3, out[:, start:end], *(None,) * 13, q_scale, k_scale,
-                v_scale, options.scale, options.causal, *(-1, -1, 0, 0.0, True, None, num_splits, None, 0),
+                v_scale, options.scale, options.causal, *sides, *after_window,
             )  # fmt: skip
             lse[:, :, start:end] = part_lse
-        # what rounding took away, with query heads by the key head that they read
+        # adds in place what quantise has taken away: scale·q·mean(k) and mean(v), with the query heads of a key head in a dimension
         lse.unflatten(1, (K, -1)).add_(torch.einsum("plkgd,pkd->pkgl", q.unflatten(2, (K, -1)).float(), k_mean), alpha=options.scale)
         out.unflatten(2, (K, -1)).add_(v_mean[:, None, :, None])
         return out.to(q.dtype), lse
@@ -100,9 +107,10 @@ class Flash3Fp8Backend(Backend):
 def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Rounds x (P, L, G, D) to 8 bits with ``num_scales`` scales K a problem; ``centre`` subtracts each channel's average.
 
-    Returns y (P, L, G, D) e4m3, last stride 1 · descale (P, K) float32 · mean (P, K, D) float32.
+    Returns y (P, L, G, D) e4m3, last stride 1 · descale (P, K) float32 · mean (P, K, D) float32, which is meaningless without ``centre``.
     Only finite elements enter scales and means. A NaN or an infinity becomes e4m3's NaN, so it is not lost.
     """
+    # (P, L, K, G/K, D)
     groups = x.unflatten(2, (num_scales, -1)).float()
     finite = groups.abs() < torch.inf
     average = torch.where(finite, groups, 0.0).mean((1, 3)) if centre else groups.new_zeros(x.shape[0], num_scales, x.shape[3])
@@ -110,10 +118,11 @@ def quantise(x: Tensor, num_scales: int, *, centre: bool = False) -> tuple[Tenso
     # the reciprocal of a smaller amax is not representable in float32; such values become zeros
     amax = torch.where(finite, groups.abs(), 0.0).amax((1, 3, 4)).clamp_min(1e-30)
     descale = amax / E4M3_MAX
-    # a Python number over amax would round twice: torch computes 448 · (1 / amax). Rounding may carry the largest element past 448, which
-    # the cast would make NaN
+    # 448 as a tensor: torch computes a Python number over amax as 448 · (1 / amax), which rounds twice. Clamped, because rounding may carry
+    # the largest element past 448, and the cast would make that NaN
     scaled = (groups * (torch.full_like(amax, E4M3_MAX) / amax)[:, None, :, None, None]).clamp(-E4M3_MAX, E4M3_MAX)
     y = torch.where(finite, scaled, torch.nan).to(E4M3)
+    # avg(x − y · descale), from averages: what is not finite counts as 0 in both
     mean = average - torch.where(finite, y.float(), 0.0).mean((1, 3)) * descale[:, :, None]
     return y.flatten(2, 3), descale, mean
 

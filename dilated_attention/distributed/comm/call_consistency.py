@@ -32,7 +32,7 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
     session.handshakes += 1
     session.enter("a handshake", same)
     with session.asking():
-        posts = session.posts(f"agree/{number}", [same, own])
+        posts = session.post_and_collect(f"agree/{number}", [same, own])
         # all ranks have posted the previous handshake, so all have read the one before it
         session.store.delete_key(f"agree/{number - 2}/{session.rank}")
     if len(posts) < session.size:
@@ -40,7 +40,7 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
         what = f"{same.get('function', 'first use')}: check that all ranks make the same call"
         session.fail_waiting(what, number, absent, f" failed after {timeout:.1f} s: {session.ranks_text(absent)} posted nothing")
     if session.failed is not None:
-        raise session.error()
+        raise session.error_to_raise()
     if text := differences(session, {rank: arguments for rank, (arguments, _) in posts.items()}):
         raise ValueError(f"{text}; all ranks must make the same call")
     return [posts[rank][1] for rank in range(session.size)]

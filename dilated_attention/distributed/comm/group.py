@@ -36,8 +36,8 @@ def members_named(name: str) -> Members:
 
 
 def members_of(group_or_mesh: Any) -> Members:
-    """Returns the members of a ProcessGroup or of a DeviceMesh of one axis. None stands for all processes; without an initialised
-    torch.distributed, for this one.
+    """Returns the members of a ProcessGroup or of a DeviceMesh of one axis. None stands for all processes, or for this one alone if
+    torch.distributed is not initialised.
 
     Raises ValueError if this process is not in the group, or the mesh has several axes; TypeError for other types."""
     if group_or_mesh is None and not (dist.is_available() and dist.is_initialized()):
@@ -61,8 +61,8 @@ def members_of(group_or_mesh: Any) -> Members:
 
 
 def group_name_of(group: Any, mesh: Any) -> str:
-    """Returns the name of the group, for ``members_named``; "" for one process. ``group`` may be such a name: a module looks its group up
-    once and passes the name."""
+    """Returns the name of the group or of the mesh's group, for ``members_named``; "" for one process. At most one of the two is given;
+    neither: all processes. ``group`` may be such a name already: a module looks its group up once and passes the name."""
     if isinstance(group, str):
         return group
     if group is not None and mesh is not None:

@@ -153,7 +153,7 @@ class Wire:
                 exchange.works.append((work, peers, "waiting for the GPU"))
             else:
                 # the tag depends on all calls so far, so that a message of another call never matches it
-                checksum, _ = self.session.entries[self.session.count]
+                checksum = self.session.entries[self.session.count].checksum
                 for action_text, move, rows, rows_of_peers in (
                     ("receiving {} from", group.recv, came, came_counts),
                     ("sending {} to", group.send, sent, send_counts),
@@ -195,7 +195,7 @@ class Wire:
         """Marks the group as failed and returns the error to raise, for an exchange that torch refused or gave up."""
         trouble = f": {action} failed after {waited:.1f} s: {first_line(error)}"
         self.session.fail_waiting(exchange.what, exchange.number, peers, trouble)
-        return self.session.error()
+        return self.session.error_to_raise()
 
     def abort(self) -> list[threading.Thread]:
         """Ends everything that waits for a message of this group: its work on the GPU, or threads on the CPU. Each communicator is ended

@@ -3,8 +3,8 @@ the store of torch.distributed.
 
 A call of a kind that the ranks have agreed on begins without asking the others. It adds to a count and a checksum of all calls so far;
 messages on gloo carry the checksum as their tag, so that those of different calls never match. Twice a second, while there are new calls, a
-thread posts count and checksum (``compare``): a rank that finds a difference says so, and then all post their last calls and arrive at one
-message. Ranks that give up waiting post that (``fail_waiting``), so the culprit is among the others.
+thread posts count and checksum (``compare``): a rank that finds a difference says so. Then all post their last calls, and each makes the
+same message of them. Ranks that give up waiting post that (``fail_waiting``), so the culprit is among the others.
 
 The same thread finds exchanges on a GPU that stall, where waiting does not block the CPU. When an exchange could run for longer than the
 timeout, or its communicator reports an error:
@@ -15,8 +15,8 @@ timeout, or its communicator reports an error:
     4. if nothing raises, the thread that issued the last exchange is made to as soon as it runs Python again, then the main thread, too
     5. if nothing has raised within 10 s (GRACE), because a thread is stuck in a CUDA call, the process ends with exit code 1
 
-So no rank outlives a dead one by more than timeout + 12 s and a few looks. Different calls end in steps 2 to 5, too; on a CPU only in 2 and
-3, since the thread that waits raises by itself.
+So no rank outlives a dead one by more than timeout + COLLECT + GRACE and a few times POLL. Different calls end by steps 2 to 5, too. On a
+CPU steps 2 and 3 are enough, since the thread that waits raises by itself.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dilated_attention.distributed.comm.group import Members
 
-# calls that a rank remembers
-KEPT = 4096
-# last calls that it posts when ranks disagree
-POSTED = 64
+# the largest number of calls that a rank remembers
+MOST_ENTRIES = 4096
+# how many of them, the last ones, it posts when ranks disagree
+POSTED_ENTRIES = 64
 # seconds to wait for what the others post, since ranks of one stalled exchange time out together
 COLLECT = 2.0
 # seconds between looks of the watching thread
 POLL = 0.5
 # seconds from a failure until the process ends, if no thread has raised
 GRACE = 10.0
-# what an entry says it is
+# the argument of an entry that says which call it is; messages print it: "ranks disagree on what they call: …"
 CALLED = "what they call"
-# seconds in which the thread that waits may raise by itself; otherwise autograd's thread and the main thread would both raise
-OWN = 0.2
+# seconds from a failure in which the thread that waits may raise by itself; else autograd's thread and the main thread would both raise
+RAISES_ITSELF = 0.2
 
 
 class RingError(RuntimeError):
@@ -72,6 +72,18 @@ def first_line(error: BaseException) -> str:
     return re.sub(r"^\[\S+\.\w+:\d+\] ", "", line).split(". This is typically caused")[0]
 
 
+class Entry(NamedTuple):
+    """A call that a rank has made.
+
+    Args:
+        checksum: of all calls up to this one.
+        arguments: by name, for messages; ``CALLED`` is which call it is, such as "call 3 (ring_attention)". Empty before the first call.
+    """
+
+    checksum: int
+    arguments: Mapping[str, object]
+
+
 class Session:
     """A group on this rank, as long as the group lives. All ranks make it together; RingError if some have not within the timeout.
 
@@ -82,12 +94,11 @@ class Session:
         has_raised: whether a thread has raised it.
         count: how many calls this rank has made so far: forwards, backwards and handshakes.
         forwards, handshakes: how many of these there were.
-        entries: the last calls, by ``count`` at each: (checksum of all calls up to it, arguments, of which the last says what it is, such
-            as "call 3 (ring_attention)"). 0 stands for no call.
+        entries: the last calls, by ``count`` at each. 0 stands for no call.
         count_when_equal: ``count`` when all ranks were last known to have made the same calls; infinite if nobody can be asked.
-        agreed: of each kind of call that the ranks have agreed on: (``handshakes`` at it, arguments). All ranks make the same calls, so
-            they forget kinds at the same one.
-        wires: what the ranks exchange by, by type of device.
+        agreed: by kind of call that the ranks have agreed on: (``handshakes`` at that time, arguments). ``call_consistency.py`` adds kinds,
+            and forgets all of them when there are too many: on all ranks at the same call, since they make the same calls.
+        wires: what rows are exchanged by (``p2p.Wire``), by type of device.
     """
 
     def __init__(self, members: Members, group: dist.ProcessGroup, timeout: float) -> None:
@@ -98,10 +109,11 @@ class Session:
         self.has_raised = False
         self.handshakes = self.count = self.forwards = 0
         self.count_when_equal: float = 0
-        self.entries: dict[int, tuple[int, Mapping[str, object]]] = {0: (0, {})}
+        self.entries = {0: Entry(0, {})}
         self.agreed: dict[object, tuple[int, Mapping[str, object]]] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
+        # of the process that this one was forked from, see _leave_parents_groups
         if default is _parents_store:
             raise RingError(
                 f"{self.label}: this process was forked from one that had initialised torch.distributed, whose connections do not work in "
@@ -127,15 +139,18 @@ class Session:
         store, name_keys, order_keys = self.store, self.keys("name"), self.keys("order")
         store.set(name_keys[self.rank], uuid.uuid4().hex)
 
-        def absent() -> list[int]:
+        def join() -> list[int]:
+            """Posts in the part, if all names are there; returns the ranks that are still absent. Called until there are none."""
             if late := missing(store, name_keys):
                 return late
+            # a name of a destroyed group may still stand here, so names are read anew each time
             self.store = PrefixStore(uuid.uuid5(uuid.NAMESPACE_OID, str(store.multi_get(name_keys))).hex, store)
+            # what ``compare`` reads: count and checksum, of no calls yet
             self.store.set(order_keys[self.rank], "0 0")
             return missing(self.store, order_keys)
 
-        self.until(lambda: not absent())
-        return absent()
+        self.until(lambda: not join())
+        return join()
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -148,23 +163,27 @@ class Session:
                 "global rank 0, has ended: look at its output"
             ) from error
 
-    def until(self, is_so: Callable[[], object], timeout: float | None = None) -> None:
-        """Waits until ``is_so`` returns something true, or the timeout; asks less and less often. A wait inside the store would block the
-        process's other threads there and ignore Ctrl-C, and torch writes a warning for each that times out."""
+    def until(self, condition: Callable[[], object], timeout: float | None = None) -> None:
+        """Waits until ``condition`` returns something true, or the timeout; asks less and less often.
+
+        A wait inside the store would block the process's other threads there and ignore Ctrl-C, and torch writes a warning for each that
+        times out.
+        """
         began, timeout = time.monotonic(), self.timeout if timeout is None else timeout
-        while not is_so() and (waited := time.monotonic() - began) <= timeout:
+        while not condition() and (waited := time.monotonic() - began) <= timeout:
             time.sleep(min(0.01 + 0.001 * self.size, 5e-5 + waited / 4))
 
-    def posts(self, what: str, mine: object, timeout: float | None = None) -> dict[int, Any]:
-        """Posts ``mine``, unless this rank has posted ``what`` already, and returns what the ranks have posted, by rank.
+    def post_and_collect(self, what: str, mine: object, timeout: float | None = None) -> dict[int, Any]:
+        """Posts ``mine`` as this rank's ``what``, and returns what each rank has posted, by rank; without those that have posted nothing.
 
         It waits for all of them, until the timeout, or until the watching thread finds that the group has failed.
         """
         store, keys = self.store, self.keys(what)
+        # only if nothing is there (""): the watching thread and one that waits may both come here, and all ranks must read the same
         store.compare_set(keys[self.rank], "", json.dumps(mine, default=str))
         self.until(lambda: self.failed or store.check(keys), timeout)
-        there = sorted({*range(self.size)} - {*missing(store, keys)})
-        return dict(zip(there, map(json.loads, store.multi_get([keys[rank] for rank in there])), strict=True))
+        posted = sorted({*range(self.size)} - {*missing(store, keys)})
+        return dict(zip(posted, map(json.loads, store.multi_get([keys[rank] for rank in posted])), strict=True))
 
     def keys(self, what: str) -> list[str]:
         """Returns the store's key of each rank for what they post."""
@@ -172,30 +191,37 @@ class Session:
 
     def ranks_text(self, ranks: Sequence[int]) -> str:
         """Formats "rank 1" · "ranks 0, 1, 3" · "ranks 0, 1 (global ranks 1, 3)"."""
-        others = [self.global_ranks[rank] for rank in ranks]
-        text, more = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, some))}" for some in (ranks, others))
-        return text if others == list(ranks) else f"{text} (global {more})"
+        global_ranks = [self.global_ranks[rank] for rank in ranks]
+        text, global_text = (f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, numbers))}" for numbers in (ranks, global_ranks))
+        return text if global_ranks == list(ranks) else f"{text} (global {global_text})"
 
     def enter(self, what: str, arguments: Mapping[str, object] | None = None, shared: str = "") -> None:
-        """Records a call before it exchanges anything. ``shared``: a text, equal on all ranks if the call's kind and length are."""
-        count, (checksum, _) = self.count + 1, self.entries[self.count]
-        self.entries[count] = zlib.crc32(f"{what} {shared}".encode(), checksum), {**(arguments or {}), CALLED: what}
-        self.entries.pop(count - KEPT, None)
+        """Records a call before it exchanges anything.
+
+        Args:
+            what: which call it is.
+            arguments: what messages say of it, by name.
+            shared: a text that is equal on all ranks if the call's kind and length are. It enters the checksum with ``what``.
+        """
+        count = self.count + 1
+        checksum = zlib.crc32(f"{what} {shared}".encode(), self.entries[self.count].checksum)
+        self.entries[count] = Entry(checksum, {**(arguments or {}), CALLED: what})
+        self.entries.pop(count - MOST_ENTRIES, None)
         # set last, because the watching thread asks for no entry above it
         self.count = count
 
     def raise_if_failed(self) -> None:
         if self.failed is not None:
-            raise self.error(f"{self.label}: this group failed before and cannot be used again; it failed with: ")
+            raise self.error_to_raise(f"{self.label}: this group failed before and cannot be used again; it failed with: ")
 
-    def error(self, again: str = "") -> RingError:
-        """Returns what the group failed with, to be raised."""
+    def error_to_raise(self, prefix: str = "") -> RingError:
+        """Returns what the group failed with. The caller raises it at once: it counts as raised (``has_raised``)."""
         self.has_raised = True
-        return RingError(f"{again}{self.failed}")
+        return RingError(f"{prefix}{self.failed}")
 
     def fail_waiting(self, what: str, exchange: int, peers: Sequence[int], trouble: str) -> None:
-        """Marks the group as failed, because this rank has waited in vain for ``peers`` in an exchange; or because ranks disagree on what
-        they call, if that is why.
+        """Marks the group as failed, because this rank has waited in vain for ``peers`` in an exchange. If the ranks disagree on what they
+        call, that is why, and the message says it instead.
 
         Args:
             what, exchange: its description, such as "forward, heads 1 of 2: K and V", and its number.
@@ -206,14 +232,17 @@ class Session:
             return
         try:
             with self.asking():
-                waits = self.posts("waits", [f"{what!r} (exchange {exchange})", peers], COLLECT)
+                # by rank: (where it waited, for whom)
+                waits = self.post_and_collect("waits", [f"{what!r} (exchange {exchange})", peers], COLLECT)
         except RingError as error:
             blame = str(error)
         else:
-            # a peer that has given up is a victim like this rank: whom it waits for, whom these wait for, and so on
+            # a peer that has given up is a victim like this rank: whom it waits for, whom these wait for, and so on. The list grows in the
+            # loop; those of it that have posted nothing are to blame
+            waited_for = {rank: others for rank, (_, others) in waits.items()}
             reached = [self.rank]
             for rank in reached:
-                reached += [peer for peer in waits.get(rank, ("", ()))[1] if peer not in reached]
+                reached += [peer for peer in waited_for.get(rank, ()) if peer not in reached]
             silent = sorted(set(reached) - waits.keys())
             told = [
                 f"{self.ranks_text([rank])} gave up waiting for {self.ranks_text(others)} in {place}"
@@ -224,8 +253,9 @@ class Session:
                 told.append(
                     f"{self.ranks_text(silent)} {'has' if len(silent) == 1 else 'have'} not reported: dead, stalled or in another call"
                 )
-            way = f"Look at the output of {self.ranks_text(silent or peers)}, or raise timeout= ({self.timeout:g} s) if only slow"
-            blame = f"{'' if silent else 'all ranks report that they wait or have given up: '}{'; '.join(told)}. {way}"
+            advice = f"Look at the output of {self.ranks_text(silent or peers)}, or raise timeout= ({self.timeout:g} s) if only slow"
+            blame = f"{'' if silent else 'all ranks report that they wait or have given up: '}{'; '.join(told)}. {advice}"
+        # the first failure stays: the watching thread may have found another one in the meantime
         self.failed = self.failed or f"{self.label}: {what}{trouble}; {blame}"
 
 
@@ -240,28 +270,31 @@ def compare(session: Session) -> None:
         return
     store, count, keys = session.store, session.count, session.keys("order")
     try:
-        store.set(keys[session.rank], f"{count} {session.entries[count][0]}")
+        store.set(keys[session.rank], f"{count} {session.entries[count].checksum}")
+        # whoever finds a difference sets this key, so that all ranks go on, also those that see none themselves
         if not store.check(["disagree"]):
             orders = [tuple(map(int, text.split())) for text in store.multi_get(keys)]
-            if all(session.entries.get(their_count, (checksum,))[0] == checksum for their_count, checksum in orders):
+            # a rank that has made more calls than this one, or so few that their entry is forgotten, is compared when it has caught up
+            known = [(session.entries.get(their_count), checksum) for their_count, checksum in orders]
+            if all(entry is None or entry.checksum == checksum for entry, checksum in known):
                 if all(their_count == count for their_count, _ in orders):
                     session.count_when_equal = count
                 return
             store.set("disagree", "1")
-        posts = session.posts("calls", dict(list(session.entries.items())[-POSTED:]), COLLECT)
+        posts = session.post_and_collect("calls", dict(list(session.entries.items())[-POSTED_ENTRIES:]), COLLECT)
     except RuntimeError:
         # the store's server has ended, usually because the program has
         session.count_when_equal = math.inf
         return
-    # by rank, the first of the posted calls that differ; the last one if none of these do
+    # by rank, [checksum, arguments] of the first of the posted calls that differ; of the last one if none of these do
     calls: dict[int, Any] = {}
-    for position in sorted({int(key) for post in posts.values() for key in post}):
-        calls = {rank: post[str(position)] for rank, post in posts.items() if str(position) in post}
+    for number in sorted({int(key) for post in posts.values() for key in post}):
+        calls = {rank: post[str(number)] for rank, post in posts.items() if str(number) in post}
         if len({checksum for checksum, _ in calls.values()}) > 1:
             break
     arguments = {rank: arguments for rank, (_, arguments) in calls.items()}
     if not all("function" in some for some in arguments.values()):
-        # a backward has no arguments
+        # some make a backward, which has no arguments: what differs is which call it is
         arguments = {rank: {CALLED: some.get(CALLED, "no call")} for rank, some in arguments.items()}
     session.failed = session.failed or (
         f"{differences(session, arguments) or 'ranks disagree on what they have called'}; all ranks must make the same calls in the same "
@@ -286,8 +319,9 @@ def differences(session: Session, posts: Mapping[int, Mapping[str, object]]) -> 
         if len(sides) > 1:
             texts = (f"{session.ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)
             found.append(f"{argument}: {', '.join(texts)}")
-    function = functions.pop()
-    prefix = f"{function}: " if function is not None and not functions else ""
+    # the message begins with the function if all ranks call the same one
+    function = functions.pop() if len(functions) == 1 else None
+    prefix = "" if function is None else f"{function}: "
     return f"{prefix}ranks disagree on {'; on '.join(found)}" if found else ""
 
 
@@ -347,7 +381,7 @@ def _run(watched: weakref.ref[Session], stopping: threading.Event) -> None:
 
 
 def look(session: Session) -> None:
-    """Ends what waits if the ranks make different calls, or an exchange on a GPU has stalled."""
+    """Looks once whether the ranks make different calls or an exchange on a GPU has stalled, and then ends what waits."""
     wire = session.wires.get("cuda")
     if session.count > session.count_when_equal and dist.is_initialized():
         compare(session)
@@ -360,24 +394,27 @@ def look(session: Session) -> None:
 
 
 def _end(session: Session) -> None:
-    """Frees what waits. On a CPU the thread that waits then raises by itself. On a GPU nothing may wait, though it has computed with wrong
-    keys: if none raises, the thread that issued the last exchange is made to, and a second later the main thread, too."""
+    """Steps 2 to 5 of the module docstring, for a session that has failed.
+
+    On a CPU the thread that waits raises by itself once its wait is aborted. On a GPU perhaps no thread waits, although results are wrong:
+    if none raises, the thread that issued the last exchange is made to, and a second later the main thread, too.
+    """
     began = time.monotonic()
     _tell(f"{session.failed}")
     aborting = [aborter for wire in session.wires.values() for aborter in wire.abort()]
 
-    def raise_it(self: RingError) -> None:
+    def init_with_message(self: RingError) -> None:
         session.has_raised = True
         RingError.__init__(self, session.failed)
 
-    # PyThreadState_SetAsyncExc takes a class, which Python calls without arguments, so this one contains the message
-    kind = type("RingError", (RingError,), {"__init__": raise_it, "__module__": RingError.__module__})
+    # PyThreadState_SetAsyncExc takes a class, which Python calls without arguments when the thread runs, so this one contains the message
+    error_class = type("RingError", (RingError,), {"__init__": init_with_message, "__module__": RingError.__module__})
     if (wire := session.wires.get("cuda")) is not None:
         main = threading.main_thread().ident
         thread = wire.pending[-1].thread if wire.pending else main
-        # from each deadline on these threads are made to raise; after the last one the process ends. An autograd thread that has nothing
+        # if nothing has raised by a deadline, these threads are made to; without any, the process ends. An autograd thread that has nothing
         # more to do never raises, hence the main thread
-        for deadline, threads in (OWN, {thread}), (OWN + 1, {thread, main}), (GRACE, set[int]()):
+        for deadline, threads in (RAISES_ITSELF, {thread}), (RAISES_ITSELF + 1, {thread, main}), (GRACE, set[int]()):
             while not session.has_raised and time.monotonic() - began < deadline:
                 time.sleep(0.05)
             if session.has_raised:
@@ -386,7 +423,7 @@ def _end(session: Session) -> None:
                 _tell(f"nothing raised within {GRACE:g} s of this error, so this process ends now: {session.failed}")
                 os._exit(1)
             for thread_id in threads:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id or 0), ctypes.py_object(kind))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id or 0), ctypes.py_object(error_class))
     for aborter in aborting:
         aborter.join(max(0.0, began + GRACE - time.monotonic()))
 

@@ -228,8 +228,8 @@ def _block_pairs(inputs: CallInputs, settings: CallSettings) -> int:
     documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     device = torch.device("cpu") if q.is_meta or isinstance(q, FakeTensor) else q.device
     total = 0
-    for _, _, front, lists in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):
-        total += kept_pairs(lists, front) * (B // lists.num_batch) * (H // lists.num_heads)
+    for piece in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):
+        total += kept_pairs(piece.lists, piece.front) * (B // piece.lists.num_batch) * (H // piece.lists.num_heads)
     return total
 
 

@@ -36,16 +36,34 @@ from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
+class Piece(NamedTuple):
+    """A document, or the whole sequence as one, and how a pass computes it.
+
+    Args:
+        keys: its slice of k and v.
+        rows: its slice of q.
+        front: number of positions from the start of a query block to the first of these rows.
+        lists: the blocks that are kept, for ``front`` rows more than ``rows``; in a remembered pass a weak reference to them.
+        options, backend: of a pass, by ``make_pass``; None before.
+    """
+
+    keys: slice
+    rows: slice
+    front: int
+    lists: Any
+    options: Any = None
+    backend: Any = None
+
+
+# how one pass runs: every document
+BlockPass = tuple[Piece, ...]
+
+
 def pieces_of(
     pattern: BlockPattern, sizes: tuple[int, int, int], settings: CallSettings, documents: tuple[Range, ...] | None, kept: Tensor | None,
     device: torch.device,
-) -> list[tuple[slice, slice, int, BlockLists]]:  # fmt: skip
-    """Returns a piece for every document, or the whole sequence as one piece:
-
-        keys    slice of k and v
-        rows    slice of q
-        front   number of positions from the start of a query block to the first of these rows
-        lists   the blocks that are kept, for ``front`` rows more than ``rows``
+) -> list[Piece]:  # fmt: skip
+    """Returns a piece for every document, or the whole sequence as one piece, without options and backend.
 
     Args:
         sizes: the numbers of queries, keys and heads.
@@ -53,15 +71,16 @@ def pieces_of(
         kept: the blocks that a content-chosen pattern keeps, as ``choose_blocks`` packs them.
     """
     num_queries, num_keys, num_heads = sizes
-    # query blocks begin on the pattern's grid: the positions before the first query are computed, too, and cut off afterwards
+    # query blocks begin on the pattern's grid, so the first one may begin before the first query: these positions are computed, too, and
+    # cut off afterwards
     front = settings.query_offset % pattern.q_block
     first_query = settings.query_offset - front
-    pieces: list[tuple[slice, slice, int, BlockLists]] = []
-    # the document's first row of blocks in ``kept``, where documents follow one another
+    pieces = []
+    # the document's first row of blocks in ``kept``, which holds those of all documents one after the other
     first_block_row = 0
     for start, end in documents or ((0, num_keys),):
         keys = slice(start, end)
-        # packed documents attend to themselves, without query_offset
+        # queries of packed documents are at the same positions as keys: they allow no query_offset, so ``front`` is 0
         rows = slice(0, num_queries) if documents is None else keys
         length = front + rows.stop - rows.start
         if kept is None:
@@ -69,26 +88,27 @@ def pieces_of(
                 pattern, end - start, num_heads, first_query=first_query, num_queries=length, is_causal=settings.is_causal, device=device
             )
         else:
-            # what follows the document's rows of blocks is not read
+            # lists_of_kept reads only as many rows of blocks as ``length`` needs
             of_document = kept[:, :, first_block_row:]
             lists = lists_of_kept(of_document, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
             first_block_row += lists.num_rows
-        pieces.append((keys, rows, front, lists))
+        pieces.append(Piece(keys, rows, front, lists))
     return pieces
 
 
 def blocks_request(
     lists: BlockLists, views: tuple[Tensor, ...], settings: CallSettings, key_mask: bool, is_backward: bool
 ) -> AttentionRequest:
-    """Builds the request to a backend for these lists. ``views`` are q, k and the other tensors that it reads."""
+    """Builds the request to a backend for these lists. ``views``: q, k and the other tensors that it reads; ``key_mask``: whether there is
+    padding."""
     return prepare.request_of(
         views,
         settings,
         is_backward,
-        # the positions that they span
+        # the positions that the lists span
         max(lists.num_queries, lists.num_keys),
         key_mask=key_mask,
-        # mean number of keys that a row keeps
+        # mean number of keys that a row keeps; a group is a head of a batch entry that has its own lists
         length=max(1, lists.num_entries * lists.k_block // max(1, lists.num_groups * lists.num_rows)),
         blocks=(lists.q_block, lists.k_block),
         block_masks=lists.mask_kind,
@@ -101,7 +121,7 @@ def forward_lists(
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
 
     Args:
-        into: where out goes if one launch computes it; otherwise it is another tensor. Only with ``front=0``.
+        into: where out goes if one launch computes it; with several launches the out returned is another tensor. Only with ``front=0``.
         options: options of the whole batch; causality is in the lists.
         front: number of rows by which q starts inside the first query block. Dropout counts these rows, too.
     """
@@ -112,6 +132,7 @@ def forward_lists(
     else:
         launches = _launches(backend.capabilities, lists, (q, k, v), options)
         if len(launches) == 1:
+            # a backend may ignore ``into``; then placed copies
             out, lse = placed(backend.forward(q, k, v, options, lists, out=(into, None)), (into, None))
         else:
             results = [
@@ -133,9 +154,10 @@ def backward_lists(
     """
     dout, q, k, v, out, lse = tensors
     if options.mask.padding is not None or not lists.fills_every_row:
-        # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
+        # there may be rows without keys, which must give their scores weight 0; exp(s − (+inf)) does that in every kernel
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
+    # +inf: the rows in front must get weight 0, too
     lse = _with_front(lse, 2, front, torch.inf)
     dlse = None if dlse is None else _with_front(dlse, 2, front)
     if not lists.num_entries or not q.shape[0]:
@@ -146,6 +168,7 @@ def backward_lists(
             views = into, None, None
             grads = placed(backend.backward(dout, q, k, v, out, lse, options, lists, dlse=dlse, grads=views), views)
         else:
+            # ``shares`` adds what dlse contributes where the backend takes none
             results = []
             for entries, own_lists, own_options in launches:
                 own_tensors = tuple(x[entries] for x in (dout, q, k, v, out, lse))
@@ -157,6 +180,7 @@ def backward_lists(
 def _launches(capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options) -> list[tuple[slice, BlockLists, Options]]:
     """Returns the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
     B = tensors[0].shape[0]
+    # a problem is a batch entry
     at_once = problems_at_once(B, [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
     if at_once == B:
         return [(slice(None), lists, options)]
@@ -192,28 +216,13 @@ def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim), front, 0), value=value).contiguous() if front else x
 
 
-class _Piece(NamedTuple):
-    """A document, or the whole sequence as one (see ``pieces_of``), with its options and backend. A remembered pass has a weak reference to
-    the lists."""
-
-    keys: slice
-    rows: slice
-    front: int
-    lists: Any
-    options: Options
-    backend: Backend
-
-
-# how one pass runs: every document
-BlockPass = tuple[_Piece, ...]
-
-
 def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps."""
     k, v = without_padding(k, v, padding)
     if len(pieces) == 1:
         (whole,) = pieces
         out, lse = forward_lists(whole.backend, whole.lists, q, k, v, whole.options, front=whole.front)
+        # results of a backend or cut at the front; those of several pieces are new anyway
         return as_new(out), as_new(lse)
     out, lse = new_like(q), new_lse(q)
     for keys, rows, front, lists, options, backend in pieces:
@@ -243,7 +252,7 @@ def blocks_shares(pieces: BlockPass, tensors: Tensors, padding: Tensor | None, d
 
 
 class ResolvedBlocks(LocalCall):
-    """Calls of block-sparse attention. ``passes`` holds those without padding, dropout, content-chosen blocks and bias.
+    """Calls of block-sparse attention. ``passes`` remembers only passes without padding, dropout, content-chosen blocks and bias.
 
     The op's coordinates, slopes and sinks do not come here: ``run_forward`` and ``run_backward`` make the bias, and handle sinks.
     """
@@ -264,25 +273,29 @@ class ResolvedBlocks(LocalCall):
     def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[BlockPass, Any]:
         """Chooses lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps, and the bias."""
         (q, k, *_), (kept, bias) = tensors, more
+        # a forward gets q, k and v, a backward dout and out, too
         settings, is_backward = self.settings, len(tensors) > 3
         seed_value = 0 if seed is None else int(seed.item())
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
         pieces = []
-        for keys, rows, front, lists in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
+        for keys, rows, front, lists, *_ in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
             backend = select_backend(blocks_request(lists, tensors[:4], settings, padding is not None, is_backward), settings)
-            mask, dropout = Mask(None if padding is None else padding[:, keys]), None
-            first, own_bias = settings.query_offset + rows.start - front, None
+            mask, dropout, own_bias = Mask(None if padding is None else padding[:, keys]), None, None
+            # positions in the whole sequence of the rows that are computed, which begin ``front`` before ``rows``
+            first = settings.query_offset + rows.start - front
+            end = first + lists.num_queries
             if bias is not None:
-                # from the keys, which are at every position, since bias.queries begins at the first query, ``front`` rows later
-                own_bias = bias._replace(queries=bias.keys[:, first : first + lists.num_queries], keys=bias.keys[:, keys])
+                # queries' coordinates, too, come from bias.keys, which has every position; bias.queries begins only after ``front``
+                own_bias = bias._replace(queries=bias.keys[:, first:end], keys=bias.keys[:, keys])
             if settings.dropout_p:
                 # by position in the whole sequence, so that a cut does not change which elements are dropped
-                spans = (0, q.shape[0]), (0, q.shape[2]), (first, first + lists.num_queries), (keys.start, keys.stop)
+                spans = (0, q.shape[0]), (0, q.shape[2]), (first, end), (keys.start, keys.stop)
                 batch, heads, *positions = (torch.arange(*span, device=q.device) for span in spans)
                 dropout = Dropout(settings.dropout_p, seed_value, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
             options = options_of(settings, mask=mask, dropout=dropout, bias=own_bias)
-            pieces.append(_Piece(keys, rows, front, lists, options, backend))
-        # what depends on a call's values is not remembered; weak references, so that only the cache of lists, which is limited, keeps them
+            pieces.append(Piece(keys, rows, front, lists, options, backend))
+        # options that hold values of this call are not remembered. Lists are, by weak references: only their own cache, which is limited,
+        # keeps them alive
         plain = padding is None and seed is None and kept is None and bias is None
         return tuple(pieces), [piece._replace(lists=weakref.ref(piece.lists)) for piece in pieces] if plain else None
 
@@ -293,7 +306,7 @@ class ResolvedBlocks(LocalCall):
 
 
 class ResolvedUnion(LocalCall):
-    """Calls of dilated branches and a block pattern together: a record of each, whose results are merged here."""
+    """Calls of dilated branches and a block pattern together: each has a record of its own, and their results are merged here."""
 
     name = "block_sparse_dilated_attention"
 
@@ -303,7 +316,7 @@ class ResolvedUnion(LocalCall):
         return ResolvedDilated(*arguments), ResolvedBlocks(*arguments)
 
     def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Any, None]:
-        """Returns the plan of the branches and the pieces of the block pattern. Nothing is kept here: each record keeps its own."""
+        """Returns the plan of the branches and the pieces of the block pattern. Nothing is remembered here: each part remembers its own."""
         dilated, blocks = self.both
         # False: no outputs of branches are saved
         _, plan = dilated.tensors_and_pass(tensors, padding, seed, False)
@@ -331,14 +344,15 @@ def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, setti
     """Returns the record of calls of a block pattern, with or without branches, like this one."""
     kind: type[LocalCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
     pattern = pattern_from_spec(settings.blocks)
-    # a remembered record would keep a pattern that holds a function or a tensor alive forever; this one does until after the backward
+    # a pattern that holds a function or a tensor gets a record for this call alone, which keeps it alive until after the backward; a
+    # remembered record would forever
     if pattern.lives_here:
         return kind(settings, q.device.type, alive=pattern)
     return record_of(kind, q, k, padding, settings)
 
 
 def as_new(x: Tensor) -> Tensor:
-    """Returns x with default strides and no storage offset, as the fake implementation promises, or a copy of x if it has others.
+    """Returns x, or a copy of it if it has a storage offset or other strides than the default ones, which the op's fake promises.
 
     Strides of dimensions of size 1 must be the default ones, too.
     """

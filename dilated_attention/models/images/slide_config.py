@@ -16,15 +16,19 @@ GIGAPATH_MAX_WSI_SIZE = 262144
 
 
 def segment_lengths_of(max_wsi_size: int = GIGAPATH_MAX_WSI_SIZE, tile_size: int = 256) -> tuple[int, ...]:
-    """Returns Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels: from 1024 to the
-    largest power of 2 within the number of tiles, in equal ratios, rounded down: 1024, 5792, 32768, 185363, 1048576 by default."""
+    """Returns Prov-GigaPath's five segment lengths for slides of at most ``max_wsi_size`` × ``max_wsi_size`` pixels.
+
+    They go from 1024 to the largest power of 2 within the number of tiles, in equal ratios, rounded down: 1024, 5792, 32768, 185363,
+    1048576 by default.
+    """
     side = as_int("max_wsi_size", max_wsi_size, minimum=1) // as_int("tile_size", tile_size, minimum=1)
     if side < 4:
         raise ValueError(
             f"max_wsi_size is {max_wsi_size} and tile_size is {tile_size}, which leaves {side} × {side} tiles; expected at least 4 × 4"
         )
-    last = (side * side).bit_length() - 1
-    return tuple(int(2.0 ** (10 + i * (last - 10) / 4)) for i in range(5))
+    # as exponents of 2, in four equal steps from 10
+    last_exponent = (side * side).bit_length() - 1
+    return tuple(int(2.0 ** (10 + i * (last_exponent - 10) / 4)) for i in range(5))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,7 @@ class SlideEncoderConfig(ModelConfig):
     class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        # each field named is replaced by what the function makes of its name and value
         self._convert(partial(checked_encoder, what="a slide encoder"), "encoder")
         if self.encoder.embed_dim % 4:
             raise ValueError(f"encoder.embed_dim is {self.encoder.embed_dim}; positions on a grid need a multiple of 4")
@@ -117,7 +122,11 @@ class SlideEncoderConfig(ModelConfig):
 
 
 def checked_encoder(name: str, encoder: Any, what: str) -> LongNetConfig:
-    """Returns the configuration of a plain encoder, which is a dict if it was read from a file; raises if it is another's."""
+    """Returns the configuration of a plain encoder, which is a dict if it was read from a file.
+
+    Raises ValueError if it is that of a causal model, one with a vocabulary, or one whose sequence several processes share. ``name``: of
+    the field; ``what``: the model that has it, for the message.
+    """
     if isinstance(encoder, dict):
         encoder = LongNetConfig.from_dict(encoder)
     encoder = as_config(name, encoder)
