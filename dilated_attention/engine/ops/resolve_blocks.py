@@ -332,7 +332,7 @@ def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, setti
     kind: type[LocalCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
     pattern = pattern_from_spec(settings.blocks)
     # a remembered record would keep a pattern that holds a function or a tensor alive forever; this one does until after the backward
-    if pattern.lives_here:
+    if pattern.is_bound_to_process:
         return kind(settings, q.device.type, alive=pattern)
     return record_of(kind, q, k, padding, settings)
 

@@ -3,8 +3,8 @@
 
 The sequence is split into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. Each row keeps some key
 blocks whole and some under a mask of single pairs. A *group* is a (batch entry, head) that has lists of its own; if all share them, it is
-the only one. The lists are in CSR form: list i = group · num_rows + row holds the key blocks ``columns[row_starts[i] : row_starts[i + 1]]``,
-ascending. A kept block is an *entry* of its list.
+the only one. The lists are in CSR form: list i = group · num_rows + row holds, in ascending order, the key blocks
+``columns[row_starts[i] : row_starts[i + 1]]``. A kept block is an *entry* of its list.
 
 Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block / 8 bytes per *distinct* mask of pairs.
 """
@@ -354,7 +354,7 @@ def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
     if kept.num_groups > 1:
         # heads mostly share their masks, so each block is taken once
         num_masks = kept.bits.shape[0]
-        block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
+        block, mask = divided(torch.unique(grid.block_number(row, column) * num_masks + mask), num_masks)
         row, column = divided(block, grid.num_columns)
     # the queries and the first key of each block. These blocks are few, since only those at an end of an interval have masks
     query, start = row[:, None] * grid.q_block + grid.range(0, grid.q_block), column[:, None] * grid.k_block

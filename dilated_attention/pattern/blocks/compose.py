@@ -87,19 +87,19 @@ class _Composite(BlockPattern):
         return type(self)(tuple(part.causal() for part in self.parts))
 
     @property
-    def different(self) -> tuple[BlockPattern, ...]:
+    def distinct_parts(self) -> tuple[BlockPattern, ...]:
         """The parts that are evaluated: of ``PerHead``, the distinct ones."""
         return self.parts
 
     def combined(self, kept: list[Tensor], heads: Tensor) -> Tensor:
-        """Returns ``allowed`` of the whole pattern from that of the ``different`` parts."""
+        """Returns ``allowed`` of the whole pattern from that of the ``distinct_parts`` parts."""
         return functools.reduce(type(self).join, kept)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        return self.combined([part.allowed(queries, keys, heads, num_positions) for part in self.different], heads)
+        return self.combined([part.allowed(queries, keys, heads, num_positions) for part in self.distinct_parts], heads)
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        of_parts = [part.mask_mod(num_positions, num_heads, device) for part in self.different]
+        of_parts = [part.mask_mod(num_positions, num_heads, device) for part in self.distinct_parts]
         return lambda batch, head, q_idx, kv_idx: self.combined([of_part(batch, head, q_idx, kv_idx) for of_part in of_parts], head)
 
     def columns_of(self, part: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Blocks:
@@ -134,8 +134,8 @@ class Union(_Composite):
         blocks = []
         for part in self.parts:
             group, row, column = self.columns_of(part, grid, heads)
-            blocks.append(grid.block(group * grid.num_rows + row - grid.first_row, column))
-        return grid.listed(torch.unique(torch.cat(blocks)))
+            blocks.append(grid.block_number(group * grid.num_rows + row - grid.first_row, column))
+        return grid.blocks_of(torch.unique(torch.cat(blocks)))
 
     def cost(self, grid: Grid) -> float:
         return sum(part.cost(grid) for part in self.parts)
@@ -183,15 +183,15 @@ class PerHead(_Composite):
         super().check(num_positions, num_heads)
 
     @property
-    def different(self) -> tuple[BlockPattern, ...]:
+    def distinct_parts(self) -> tuple[BlockPattern, ...]:
         return tuple(dict.fromkeys(self.parts))
 
     def combined(self, kept: list[Tensor], heads: Tensor) -> Tensor:
-        owners = [[heads == head for head, part in enumerate(self.parts) if part == owned] for owned in self.different]
+        owners = [[heads == head for head, part in enumerate(self.parts) if part == owned] for owned in self.distinct_parts]
         return functools.reduce(operator.or_, (x & functools.reduce(operator.or_, own) for x, own in zip(kept, owners, strict=True)))
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        shared = {part: part.columns(grid, heads[:1]) for part in self.different if not part.per_head}
+        shared = {part: part.columns(grid, heads[:1]) for part in self.distinct_parts if not part.per_head}
         lists = []
         for group, head in enumerate(heads):
             part = self.parts[head]
@@ -201,8 +201,8 @@ class PerHead(_Composite):
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key, first_key = torch.zeros_like(head, dtype=torch.int8), torch.zeros_like(head), 0
-        number = torch.tensor([self.different.index(part) for part in self.parts], device=grid.device)[head]
-        for i, part in enumerate(self.different):
+        number = torch.tensor([self.distinct_parts.index(part) for part in self.parts], device=grid.device)[head]
+        for i, part in enumerate(self.distinct_parts):
             blocks = (number == i).nonzero()[:, 0]
             state[blocks], keys = part.classify(grid, head[blocks], row[blocks], column[blocks])
             numbers, num_keys = _numbered(keys)
