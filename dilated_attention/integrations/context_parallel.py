@@ -326,7 +326,7 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
         raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
     # transformers 5.24 calls past_key_values cache
     for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
-        # 0 and False ask for nothing; a cache or indices are no int
+        # 0 and False ask for nothing. A cache, or a tensor of indices, is no int: it asks for something, whatever its truth value
         if not isinstance(given.get(name, False), int) or given.get(name):
             raise ValueError(f"{name} is given with labels; expected none where processes share a sequence")
     if given.get("return_dict") is False:
@@ -407,23 +407,25 @@ def context_parallel(
         check_trainer(trainer)
         model = trainer.model
     check_accelerator(accelerator)
+    if sum(x is not None for x in (size, mesh, group)) != 1:
+        raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
+    # None, with size alone, is one process
+    processes = mesh if group is None else group
+    if size is not None:
+        size = as_int("size", size, minimum=1)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world % size:
+            raise ValueError(
+                f"size is {size} and there are {world} processes; expected a divisor: start it by torchrun --nproc_per_node {size}"
+            )
+        if world > 1:
+            processes = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+    # an error undoes what was attached until then
     with contextlib.ExitStack() as undo:
-        processes = mesh if group is None else group
-        if sum(x is not None for x in (size, mesh, group)) != 1:
-            raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
-        if size is not None:
-            size = as_int("size", size, minimum=1)
-            world = dist.get_world_size() if dist.is_initialized() else 1
-            if world % size:
-                raise ValueError(
-                    f"size is {size} and there are {world} processes; expected a divisor: start it by torchrun --nproc_per_node {size}"
-                )
-            if world > 1:
-                processes = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
         handle = ContextParallel(model, processes, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
         share_batches(accelerator, handle.group, undo)
         if trainer is not None:
             adapt_trainer(trainer, handle, undo)
-        # until here an error undoes everything
+        # from here on it is undone by ``remove``
         handle.undo = undo.pop_all()
     return handle
