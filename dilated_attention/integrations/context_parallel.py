@@ -76,11 +76,11 @@ class ContextParallel:
     """
 
     def __init__(
-        self, model: Any, processes: Any, *, layout: str | None, exchange: str | None, timeout: float, undo: contextlib.ExitStack
+        self, model: Any, place: Any, *, layout: str | None, exchange: str | None, timeout: float, undo: contextlib.ExitStack
     ) -> None:
-        # processes: those that share a sequence, as a DeviceMesh of one axis or a ProcessGroup; None for one process
-        members = members_of(processes)
-        self._processes, self._members = processes, members
+        # place: the processes that share a sequence, as a DeviceMesh of one axis or a ProcessGroup; None for one process
+        members = members_of(place)
+        self._processes, self._members = place, members
         self.group, self.rank, self.size = members.group, members.rank, members.size
         self.base = base_of(model)
         _check_model(model, self.base)
@@ -105,7 +105,7 @@ class ContextParallel:
         kind = "ring" if settings.kind == "ring" else "ring_dilated"
         # the processes given here replace those of the model's setting, and every batch has a length of its own
         options = {name: value for name, value in settings.options.items() if name not in ("mesh", "seq_len")}
-        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": processes, **given})
+        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": place, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
         self.undo.callback(REGISTERED.pop, self.name)
