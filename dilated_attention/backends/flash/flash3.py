@@ -87,6 +87,7 @@ class Flash3Backend(Backend):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        # its capabilities declare no gradient of lse
         assert dlse is None
         results = new_results(grads, (q, k, v))
         tensors: tuple[Tensor, ...] = dout, q, k, v, out, lse.contiguous(), *results
