@@ -146,7 +146,7 @@ def pairs(case: Case, pattern: Pattern) -> int | None:
         return None
     if isinstance(pattern, BlockPattern):
         # block lists of a million positions take minutes on a CPU
-        on_gpu = case.device.type == "cuda" and not pattern.lives_here
+        on_gpu = case.device.type == "cuda" and not pattern.is_bound_to_process
         count = functools.partial(count_pairs, pattern, device=case.device) if on_gpu else pattern.pairs
         return case.batch_size * count(n, case.num_heads, is_causal=case.is_causal)
     if case.window is not None:

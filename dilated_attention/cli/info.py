@@ -102,7 +102,7 @@ def _verdict(explanation: Explanation, asked: dict[str, Any]) -> list[str]:
         reasons = {row.name: "; ".join(x for x in row.reasons if "is not installed: " in x) for row in explanation.rows}
         better = [name for name in dict.fromkeys((then.forward, then.backward)) if name and reasons[name]]
         lines += [f"faster by {_order(then.forward_basis)}: {name}; {reasons[name]}" for name in better]
-    lines += ["", *(line for mark, _, line in explanation.lines() if mark != "✗")]
+    lines += ["", *(line.text for line in explanation.lines() if line.mark != "✗")]
     lines += [f"tiles: {explanation.tiles}"] if explanation.tiles else []
     refused = ", ".join(row.name for row in explanation.rows if not row.usable and row.name not in (forward, backward))
     return [*lines, *([f"cannot: {refused}; --all shows every reason."] if refused else [])]

@@ -201,7 +201,7 @@ class RingPass:
 
 def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedRing:
     # a record would keep the function or tensor of such a pattern alive
-    if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).lives_here:
+    if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).is_bound_to_process:
         return ResolvedRing(settings, q.device.type, alive=pattern)
     return record_of(ResolvedRing, q, k, padding, settings)
 

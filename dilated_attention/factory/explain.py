@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,12 @@ def list_backends() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One backend of an ``Explanation``: ``usable`` if there are no reasons against the forward, nor, with gradients, the backward."""
+    """One backend of an ``Explanation``.
+
+    Args:
+        reasons: all reasons against it, in the forward and, if gradients are requested, in the backward.
+        source: where its capabilities were read or measured.
+    """
 
     name: str
     reasons: tuple[str, ...]
@@ -34,7 +39,16 @@ class Row:
 
     @property
     def usable(self) -> bool:
+        """Whether it can compute every pass that is requested."""
         return not self.reasons
+
+
+class Line(NamedTuple):
+    """A row as it is printed. ``mark``: ``→`` a backend that is taken · ``·`` one that can · ``✗`` one that cannot."""
+
+    mark: str
+    reasons: tuple[str, ...]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -65,40 +79,42 @@ class Explanation:
         return self.forward
 
     def as_dict(self) -> dict[str, Any]:
-        same = ("forward", "backward", "forward_basis", "backward_basis", "tiles")
+        """Returns the explanation as plain data, for JSON."""
+        copied = ("forward", "backward", "forward_basis", "backward_basis", "tiles")
         return {
             "hardware": self.request.hardware.label,
             "request": self.request.describe(),
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in copied},
             "backends": [{"name": row.name, "usable": row.usable, "reasons": list(row.reasons), "source": row.source} for row in self.rows],
         }
 
     @property
     def what(self) -> str:
-        """Returns the call in words."""
+        """Returns the call in words: its request without "forward", which describes a single pass."""
         gradients = ", with gradients" if self.request.needs_grad else ""
         return replace(self.request, needs_grad=False).describe().replace(", forward", "") + gradients
 
-    def lines(self) -> list[tuple[str, tuple[str, ...], str]]:
-        """Returns (mark, reasons against it, line) of each backend, as ``str()`` prints them. The mark is ``→`` for a backend that is
-        taken, ``·`` for one that can, and ``✗`` for one that cannot."""
+    def lines(self) -> list[Line]:
+        """Returns the line of each backend, as ``str()`` prints it."""
         width = max(len(row.name) for row in self.rows)
         lines = []
         for row in self.rows:
             passes = " and ".join(name for name in ("forward", "backward") if getattr(self, name) == row.name)
             text = "; ".join(row.reasons) or row.source or "usable"
+            # with reasons against one pass, a backend may be taken for the other
             text = f"{passes} only: {text}" if passes and row.reasons else text
             mark = "→" if passes else "·" if row.usable else "✗"
-            lines.append((mark, row.reasons, f"  {mark} {row.name:<{width}}  {text}"))
+            lines.append(Line(mark, row.reasons, f"  {mark} {row.name:<{width}}  {text}"))
         return lines
 
     def __str__(self) -> str:
         none = "no backend can"
         backward = f" · backward: {self.backward or none}" if self.request.needs_grad else ""
+        # a pass that no backend can compute has no basis; two equal ones are printed once
         bases = [basis for basis in (self.forward_basis, self.backward_basis) if basis]
         order = f"forward {self.forward_basis} · backward {self.backward_basis}" if len(set(bases)) > 1 else "".join(bases[:1])
         lines = [self.what, f"forward: {self.forward or none}{backward}", *([f"order: {order}"] if order else [])]
-        lines += [line for _, _, line in self.lines()] + ([f"tiles: {self.tiles}"] if self.tiles else [])
+        lines += [line.text for line in self.lines()] + ([f"tiles: {self.tiles}"] if self.tiles else [])
         return "\n".join([*lines, "→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference."])
 
 
@@ -155,9 +171,11 @@ def explain_backend(
         raise ValueError("pattern or num_positions is given without the other; give both to ask about a call, or neither")
     if pattern is not None and num_positions is not None:
         num_positions = as_int("num_positions", num_positions, minimum=1)
+        # the rows of the largest problem; a segment may be longer than the sequence
         length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
     head_dim, num_heads, num_kv_heads = check_counts(head_dim, num_heads, num_kv_heads)
     check_bool("needs_grad", needs_grad)
+    # PyTorch's global settings count as in a call: they are part of what backends are asked
     torch_deterministic = torch.are_deterministic_algorithms_enabled()
     request = AttentionRequest(
         hardware=machine,
@@ -184,19 +202,22 @@ def explain_backend(
         raise ValueError(f"block_masks is {block_masks!r} without a block_size; give block_size=128 to ask about block-sparse attention")
     registry.check_name(backend)
     one_of("precision", precision, PRECISIONS)
-    forwards, backwards = replace(request, needs_grad=False), replace(request, needs_grad=True)
-    table = dict(registry.table(backwards)) if needs_grad else {}
+    of_forward, of_backward = replace(request, needs_grad=False), replace(request, needs_grad=True)
+    backward_reasons = dict(registry.table(of_backward)) if needs_grad else {}
+    # many reasons are the same in both passes
     rows = tuple(
-        Row(name, tuple(dict.fromkeys([*reasons, *table.get(name, ())])), registry.get(name).capabilities.source)
-        for name, reasons in registry.table(forwards)
+        Row(name, tuple(dict.fromkeys([*reasons, *backward_reasons.get(name, ())])), registry.get(name).capabilities.source)
+        for name, reasons in registry.table(of_forward)
     )
-    (forward, basis), (backward, backward_basis) = _taken(forwards, backend), _taken(backwards, backend) if needs_grad else (None, "")
-    request = backwards if needs_grad else forwards
-    return Explanation(request, rows, forward, backward, basis, backward_basis, _tiles(request, backend, pattern, num_positions))
+    forward, forward_basis = _taken(of_forward, backend)
+    backward, backward_basis = _taken(of_backward, backend) if needs_grad else (None, "")
+    request = of_backward if needs_grad else of_forward
+    return Explanation(request, rows, forward, backward, forward_basis, backward_basis, _tiles(request, backend, pattern, num_positions))
 
 
 def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
-    """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known."""
+    """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known. Empty where it cannot: tiles
+    are taken for dilated calls alone, and never in place of a backend that was asked for by name."""
     if backend != "auto" or request.blocks is not None or registry.get(prepare.TILES).reasons_against(request):
         return ""
     rule = (
@@ -205,20 +226,21 @@ def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | No
     )
     if pattern is None or num_positions is None:
         return f"{rule}, as in short ones; pattern= and num_positions= give the estimates"
-    shape = whole_shape(request.num_heads, request.num_kv_heads, num_positions, request.causal)
+    # the call of a single sequence
+    shape, batch = whole_shape(request.num_heads, request.num_kv_heads, num_positions, request.causal), 1
     parts = []
-    for name in ("forward", "backward")[: 1 + request.needs_grad]:
-        asked = replace(request, needs_grad=name == "backward")
+    for name in ("forward", "backward") if request.needs_grad else ("forward",):
+        of_pass = replace(request, needs_grad=name == "backward")
         try:
-            library = registry.select(asked).name
+            library = registry.select(of_pass).name
         except BackendUnavailable:
             return ""
         if library == prepare.TILES:
             parts.append(f"{name} {library}, preferred for dense problems, too")
             continue
-        taken = prepare.TILES if prepare.runs_on_tiles(pattern, shape, asked, 1, library) else library
-        tiles_ms = prepare.tiles_ms(pattern, shape, asked, 1)
-        library_ms = prepare.library_ms(pattern, shape, asked, 1, library)
+        taken = prepare.TILES if prepare.runs_on_tiles(pattern, shape, of_pass, batch, library) else library
+        tiles_ms = prepare.tiles_ms(pattern, shape, of_pass, batch)
+        library_ms = prepare.library_ms(pattern, shape, of_pass, batch, library)
         parts.append(f"{name} {tiles_ms:.2f} ms against {library_ms:.2f} on {library}: {taken}")
     return f"{rule}: {' · '.join(parts)}"
 

@@ -70,7 +70,7 @@ def attend(
     if eager:
         options_key = _options_key(given, fixed)
         # not for a pattern that holds a function or a tensor, which the remembered call would keep alive
-        if options_key is not None and (blocks is None or not blocks.lives_here):
+        if options_key is not None and (blocks is None or not blocks.is_bound_to_process):
             # in one process a resolved call serves all lengths and batch sizes
             sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
             kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None, getattr(bias, "kind", "")

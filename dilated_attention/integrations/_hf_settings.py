@@ -77,7 +77,7 @@ class Settings:
                 raise ValueError(f"{name} in a model's config, which is saved with the model; give it to register({name}=…)")
         plain = dict(self.options)
         if isinstance(self.pattern, BlockPattern):
-            if self.pattern.lives_here:
+            if self.pattern.is_bound_to_process:
                 raise ValueError(
                     f"pattern {self.pattern!r} holds a Python function or a tensor, which no config can save; "
                     "give it to register(pattern=…)"
@@ -178,7 +178,7 @@ def in_use(config: Any) -> dict[str, Any]:
     settings = next((REGISTERED[each._attn_implementation] for each in configs_of(config) if each._attn_implementation in REGISTERED), None)
     if settings is None:
         return {}
-    cannot = (*_PROCESSES, "pattern") if isinstance(settings.pattern, BlockPattern) and settings.pattern.lives_here else _PROCESSES
+    cannot = (*_PROCESSES, "pattern") if isinstance(settings.pattern, BlockPattern) and settings.pattern.is_bound_to_process else _PROCESSES
     return {name: value for name, value in settings.options.items() if name not in cannot}
 
 

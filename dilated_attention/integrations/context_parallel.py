@@ -7,6 +7,10 @@ computes its part of the loss, the sum over its own targets divided by the numbe
     gradient  W · d(part), so that the mean over all processes, which DDP and FSDP take, is the mean over the groups of the whole gradient
 
 so that nothing outside the model needs to know: the loss scale, gradient accumulation, clipping and logging stay transformers'.
+
+How it gets into a model: under a name of its own, ``ContextParallel`` registers an attention (``_attend``) and a mask function (``_mask``)
+with transformers, and sets that name in the model's configs. It replaces the model's loss (``_loss``). Hooks before and after the model's
+forward cut its inputs (``_enter``) and sum its loss (``_leave``).
 """
 
 from __future__ import annotations
@@ -89,6 +93,7 @@ class ContextParallel:
         given = {name: value for name, value in (("layout", layout), ("exchange", exchange)) if value is not None}
         attentions, masks = interfaces()
         original = self.base.config._attn_implementation or "sdpa"
+        # an attention that is not registered here is one of transformers, and dense
         settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}))
         if original in REGISTERED:
             warn_of_saving(original, self.base.config)
@@ -112,10 +117,12 @@ class ContextParallel:
                     f"configure(model, {option}=None) removes the latter"
                 )
         self.layout = resolved.options.get("layout", "contiguous")
+        # registries are looked up through an instance, and share one mapping per class
         self._mask_of_model = masks()[original]
         for registry, function in ((attentions, self._attend), (masks, self._mask)):
             registry.register(self.name, function)
             self.undo.callback(registry._global_mapping.pop, self.name)
+        # the configs of the model and its parts, each once, without those that name another attention
         configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
         self._configs = list({id(each): each for each in configs if each._attn_implementation == original}.values())
         self._original = original
@@ -164,12 +171,15 @@ class ContextParallel:
         raise TypeError("a model under context_parallel was to be copied, whose hooks hold a process group; expected remove() before")
 
     def _enter(self, names: list[str], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """The hook before a forward whose parameters are called ``names``: returns this process's part of the inputs, as (args, kwargs);
+        None leaves them as they are."""
         if module is self._outer:
             # no model is called within itself, so a call that is still open was interrupted, and torch called no hooks at its end
             self._depth, self._call = 0, None
             self._set_attention(self.name)
         self._depth += 1
         if self._depth > 1:
+            # the base within the outer model, whose inputs are cut already
             return None
         given = {name: value for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
         if "labels" not in given:
@@ -178,33 +188,37 @@ class ContextParallel:
                     f"a training call of {type(module).__name__} with {', '.join(given)} and without labels: the loss of a sequence that "
                     "processes share is computed inside the model; expected model(input_ids=…, labels=…), or model.eval()"
                 )
+            # each process computes this call alone; _leave sets the name back
             self._set_attention(self._original)
             return None
         # before all checks of values: if one process alone refused its inputs, the others would wait for it
         self._check_equal(given)
         _check_inputs(given, self.base.config, self.size)
-        mine = shard_inputs(
+        part = shard_inputs(
             {name: x for name, x in given.items() if name not in ("max_length_q", "max_length_k")},
             group=self._processes,
             layout=self.layout,
         )
         # bounds count in the whole sequence, but the model would apply them to this process's rows; _mask passes them on instead
-        bounds = mine.pop("cu_seq_lens_q", None)
-        mine.pop("cu_seq_lens_k", None)
+        bounds = part.pop("cu_seq_lens_q", None)
+        part.pop("cu_seq_lens_k", None)
         if "attention_mask" not in given or bool(given["attention_mask"].all()):
             # shard_inputs adds a mask of ones, so that jumps of positions are not taken for bounds of documents. These calls know the
             # bounds, and kernels without padding are faster
-            mine.pop("attention_mask", None)
+            part.pop("attention_mask", None)
         self._call = _Call(sequence_of(given).shape[1], bounds)
         # a cache would hold the keys of one part only
-        return (), mine | {"use_cache": False}
+        return (), part | {"use_cache": False}
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """The hook after a forward: returns the outputs with the loss of the whole, and what is asked for of all positions; None leaves
+        them as they are."""
         self._depth -= 1
         if self._depth:
             return None
         call, self._call = self._call, None
         if call is None:
+            # a call without labels
             self._set_attention(self.name)
             return None
         if outputs is None:
@@ -223,14 +237,14 @@ class ContextParallel:
         if self.group is not None:
             loss = values["loss"].detach().clone()
             dist.all_reduce(loss, group=self.group)
-            # value: the sum over the group; gradient: W · d(part)
+            # value and gradient as above: the difference is 0, and its gradient is that of the part
             values["loss"] = loss + self.size * (values["loss"] - values["loss"].detach())
         if library == "trl":
             if self.size > 1:
-                # the trainer computes its loss and metrics from log-probabilities and other values of each position
+                # TRL's trainer computes its loss and metrics from log-probabilities and other values of each position, (B, n)
                 names = [name for name, x in values.items() if x.ndim == 2]
                 dims = [1] * len(names)
-                whole = unshard_sequence(self.group, [values[n] for n in names], dims, layout=self.layout, seq_len=call.seq_len)
+                whole = unshard_sequence(self.group, [values[name] for name in names], dims, layout=self.layout, seq_len=call.seq_len)
                 values |= zip(names, whole, strict=True)
         elif self.whole_logits and not torch.is_grad_enabled():
             others = sorted(values.keys() - {"loss", "logits"})
@@ -248,9 +262,9 @@ class ContextParallel:
         """
         if self.size == 1:
             return
-        same = {name: f"{tuple(x.shape)} {x.dtype} {_checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
+        digests = {name: f"{tuple(x.shape)} {x.dtype} {_checksum(x)}" for name, x in given.items() if isinstance(x, torch.Tensor)}
         try:
-            agree(self._members, {"function": "a model under context_parallel", **same}, {}, self.timeout)
+            agree(self._members, {"function": "a model under context_parallel", **digests}, {}, self.timeout)
         except ValueError as error:
             raise ValueError(
                 f"processes that share a sequence were given different batches: {error}. Expected equal ones: prepare loaders after "
@@ -258,16 +272,17 @@ class ContextParallel:
             ) from error
 
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The model's loss function. In a call whose batch is cut, it gets this process's targets and divides by the number of all."""
         call = self._call
-        if call is not None and (kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None):
-            raise ValueError(
-                f"{type(self.base).__name__} does not hand shift_labels and num_items_in_batch to its loss, without which the loss of a "
-                "part is not known; expected a model whose forward passes **kwargs on, such as LlamaForCausalLM"
-            )
         if call is not None:
+            if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
+                raise ValueError(
+                    f"{type(self.base).__name__} does not hand shift_labels and num_items_in_batch to its loss, without which the loss of "
+                    "a part is not known; expected a model whose forward passes **kwargs on, such as LlamaForCausalLM"
+                )
             call.has_loss = True
-        part: torch.Tensor = self._loss_of_model(*args, **kwargs)
-        return part
+        loss: torch.Tensor = self._loss_of_model(*args, **kwargs)
+        return loss
 
 
 def _check_model(model: Any, base: Any) -> None:
@@ -290,10 +305,10 @@ def _check_model(model: Any, base: Any) -> None:
         found = getattr(base.loss_function, "__name__", base.loss_function)
         raise ValueError(f"the loss of {name} is {found}, which may be no sum over positions; expected that of causal language models")
     for config in configs_of(base.config):
-        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if kinds or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
-            what = ", ".join(sorted(kinds)) or "recurrent layers or an encoder"
-            raise ValueError(f"{name} has {what}, which need all positions in one process; expected full and sliding attention only")
+        other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if other_layers or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
+            found = ", ".join(sorted(other_layers)) or "recurrent layers or an encoder"
+            raise ValueError(f"{name} has {found}, which need all positions in one process; expected full and sliding attention only")
     mixing = next((key for key, module in base.named_modules() if isinstance(module, torch.nn.modules.conv._ConvNd)), None)
     if mixing is not None:
         raise ValueError(f"{name} has a convolution, {mixing!r}, which reads neighbouring positions; expected attention only")
@@ -311,7 +326,7 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
         raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
     # transformers 5.24 calls past_key_values cache
     for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
-        # 0 and False ask for nothing; a cache or indices are no int
+        # 0 and False ask for nothing. A cache, or a tensor of indices, is no int: it asks for something, whatever its truth value
         if not isinstance(given.get(name, False), int) or given.get(name):
             raise ValueError(f"{name} is given with labels; expected none where processes share a sequence")
     if given.get("return_dict") is False:
@@ -392,23 +407,25 @@ def context_parallel(
         check_trainer(trainer)
         model = trainer.model
     check_accelerator(accelerator)
+    if sum(x is not None for x in (size, mesh, group)) != 1:
+        raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
+    # None, with size alone, is one process
+    processes = mesh if group is None else group
+    if size is not None:
+        size = as_int("size", size, minimum=1)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world % size:
+            raise ValueError(
+                f"size is {size} and there are {world} processes; expected a divisor: start it by torchrun --nproc_per_node {size}"
+            )
+        if world > 1:
+            processes = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+    # an error undoes what was attached until then
     with contextlib.ExitStack() as undo:
-        processes = mesh if group is None else group
-        if sum(x is not None for x in (size, mesh, group)) != 1:
-            raise ValueError("expected one of size=, mesh= and group=: the processes that share a sequence")
-        if size is not None:
-            size = as_int("size", size, minimum=1)
-            world = dist.get_world_size() if dist.is_initialized() else 1
-            if world % size:
-                raise ValueError(
-                    f"size is {size} and there are {world} processes; expected a divisor: start it by torchrun --nproc_per_node {size}"
-                )
-            if world > 1:
-                processes = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
         handle = ContextParallel(model, processes, layout=layout, exchange=exchange, timeout=timeout, undo=undo)
         share_batches(accelerator, handle.group, undo)
         if trainer is not None:
             adapt_trainer(trainer, handle, undo)
-        # until here an error undoes everything
+        # from here on it is undone by ``remove``
         handle.undo = undo.pop_all()
     return handle

@@ -127,7 +127,7 @@ def _plain(value: ModelConfig | BlockPattern) -> Any:
     """Returns what JSON writes of a value that it does not know."""
     if isinstance(value, ModelConfig):
         return value.to_dict()
-    if value.lives_here:
+    if value.is_bound_to_process:
         raise ValueError(
             f"block_pattern is {value!r}, which holds a function or a tensor and cannot be written to a file; use a pattern of numbers"
         )

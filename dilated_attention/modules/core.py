@@ -20,7 +20,7 @@ from dilated_attention.functional.arguments import check_ring_blocks
 from dilated_attention.functional.calls import checked_pattern
 from dilated_attention.functional.options import KEYWORDS, BranchOptions, check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
-from dilated_attention.modules.options import DEFAULTS, BlockOptions, LocalArguments, RingArguments
+from dilated_attention.modules.options import DEFAULTS, LocalArguments, RingArguments
 from dilated_attention.pattern import BlockPattern, DilatedPattern, with_sparsity
 from dilated_attention.pattern.blocks.compose import KINDS
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_number, one_of, shown
@@ -35,8 +35,12 @@ _SHOWN_OPTIONS = (
 class Attention(nn.Module):
     """Checks and keeps the pattern and the options of a module. ``LocalAttention`` and ``RingModule`` add ``forward``.
 
-    ``name``: the public class, whose options are accepted; ``branches``: (segment_lengths, dilation_rates), or None without branches;
-    ``blocks``: (pattern,), where pattern is None if ``sparsity_ratio`` is given; () without blocks.
+    Args:
+        name: the public class, whose options are accepted.
+        options: what the user gave of them.
+        branches: (segment_lengths, dilation_rates); None for a class without branches.
+        blocks: (pattern,), the argument of a class with blocks, whose pattern is None if ``sparsity_ratio`` is given instead; () for a
+            class without blocks.
     """
 
     # the public function that ``forward`` calls
@@ -75,7 +79,8 @@ class Attention(nn.Module):
             arguments = {key: getattr(self._pattern, key) for key in ("segment_lengths", "dilation_rates", *BranchOptions.__annotations__)}
             self._pattern_arguments = {key: value for key, value in arguments.items() if value != DEFAULTS.get(key)}
         if blocks:
-            self._blocks = _block_pattern_of(blocks[0], settings)
+            (pattern,) = blocks
+            self._blocks = _block_pattern_of(pattern, settings)
             self._pattern_arguments["pattern"] = self._blocks
         one_of("mixture_grad", settings["mixture_grad"], ("exact", "detached"))
         one_of("precision", settings["precision"], PRECISIONS)
@@ -105,15 +110,17 @@ class Attention(nn.Module):
         if self.sinks is not None and not isinstance(self.sinks, nn.UninitializedParameter):
             nn.init.zeros_(self.sinks)
 
-    def _map_arguments(self, query: torch.Tensor) -> dict[str, Any]:
+    def _weight_arguments(self, query: torch.Tensor) -> dict[str, Any]:
         """Returns the arguments on which attention weights depend: the pattern, the scale and the sinks. Makes sinks in the first call."""
+        # another query than (B, Nq, H, D) is refused by the function that is called with these arguments
         if isinstance(self.sinks, nn.UninitializedParameter) and isinstance(query, torch.Tensor) and query.ndim == 4:
             _make_sinks(self.sinks, (query.shape[2],))
         return {**self._pattern_arguments, "scale": self.scale, "sinks": self.sinks}
 
     def _arguments(self, query: torch.Tensor) -> dict[str, Any]:
         """Returns the module's options as arguments of ``function``."""
-        arguments = self._map_arguments(query)
+        arguments = self._weight_arguments(query)
+        # as in torch, a module drops in training mode alone, and says "dropout" where functions say "dropout_p"
         arguments["dropout_p"] = self.dropout if self.training else 0.0
         arguments["deterministic"] = self.deterministic
         arguments["backend"] = self.backend
@@ -127,15 +134,17 @@ class Attention(nn.Module):
         parts = [f"{name}={list(self._pattern_arguments[name])}" for name in branches]
         if self._blocks is not None:
             parts.append(f"block_pattern={self._blocks!r}" if parts else repr(self._blocks))
+        # of ``RingModule``, whose settings stand between the pattern and the options
         if ring := getattr(self, "ring", None):
             parts.append(ring.extra_repr())
+        # options are attributes or arguments of the pattern; what this class does not take has its default
         settings = {**DEFAULTS, **self._pattern_arguments, **vars(self)}
         parts += [f"{name}={settings[name]!r}" for name in _SHOWN_OPTIONS if settings[name] != DEFAULTS[name]]
         return ", ".join(parts if self.sinks is None else [*parts, "sinks=True"])
 
 
 def _make_loaded_sinks(module: Attention, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before ``load_state_dict``: gives sinks that have no size yet that of those to be loaded."""
+    """A hook before ``load_state_dict``: sinks that have no size yet get the size of those that are loaded."""
     loaded = state.get(f"{prefix}sinks")
     if isinstance(module.sinks, nn.UninitializedParameter) and loaded is not None:
         _make_sinks(module.sinks, loaded.shape)
@@ -154,7 +163,7 @@ def _make_sinks(sinks: nn.UninitializedParameter, shape: tuple[int, ...]) -> Non
 
 def _block_pattern_of(pattern: Any, settings: Mapping[str, Any]) -> BlockPattern:
     """Returns the given block pattern, or that of a sparsity ratio; raises ValueError unless exactly one of the two is given."""
-    sparsity_ratio, sparsity, block_size, seed = (settings[name] for name in BlockOptions.__annotations__)
+    sparsity_ratio = settings["sparsity_ratio"]
     if (pattern is None) == (sparsity_ratio is None):
         which = "neither" if pattern is None else f"both (pattern {shown(pattern)}, sparsity_ratio {shown(sparsity_ratio)})"
         raise ValueError(
@@ -162,15 +171,15 @@ def _block_pattern_of(pattern: Any, settings: Mapping[str, Any]) -> BlockPattern
             "of dense attention's pairs, e.g. sparsity_ratio=0.1"
         )
     if sparsity_ratio is not None:
-        one_of("sparsity", sparsity, KINDS)
+        one_of("sparsity", settings["sparsity"], KINDS)
         check_number("sparsity_ratio", sparsity_ratio, "a number above 0 and at most 1")
         if not 0 < sparsity_ratio <= 1:
             raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the fraction of all pairs to compute, above 0 and at most 1")
-        return with_sparsity(sparsity_ratio, sparsity, block_size=block_size, seed=seed)
-    for name, value in (("sparsity", sparsity), ("block_size", block_size), ("seed", seed)):
-        if value != DEFAULTS[name]:
+        return with_sparsity(sparsity_ratio, settings["sparsity"], block_size=settings["block_size"], seed=settings["seed"])
+    for name in ("sparsity", "block_size", "seed"):
+        if settings[name] != DEFAULTS[name]:
             raise ValueError(
-                f"{name} is {shown(value)} with a pattern, which has its own; leave {name} at its default, or use sparsity_ratio "
+                f"{name} is {shown(settings[name])} with a pattern, which has its own; leave {name} at its default, or use sparsity_ratio "
                 "instead of pattern"
             )
     return checked_pattern(pattern)
@@ -211,7 +220,7 @@ class LocalAttention(Attention):
             query_rows: see ``dilated_attention.functional.attention_map``.
             options: of ``forward``: is_causal, key_padding_mask, cu_seqlens, query_offset; of that function: average_heads, lse, chunk.
         """
-        return attention_map(query, key, query_rows=query_rows, **self._map_arguments(query), **options)
+        return attention_map(query, key, query_rows=query_rows, **self._weight_arguments(query), **options)
 
     def attention_received(self, query: torch.Tensor, key: torch.Tensor, **options: Any) -> torch.Tensor:
         """Returns the attention (B, H, Nk) that every key receives from all queries.
@@ -222,7 +231,7 @@ class LocalAttention(Attention):
                 ``dilated_attention.functional.attention_received``: query_weights, average_heads, dtype, backend. The module's own
                 backend is not used, since it may not support ``dtype``.
         """
-        return attention_received(query, key, **self._map_arguments(query), **options)
+        return attention_received(query, key, **self._weight_arguments(query), **options)
 
 
 class RingModule(Attention):

@@ -19,10 +19,10 @@ from dilated_attention.pattern.checks import as_int, shown
 GIB = 2**30
 # what plans call the machine's CPU
 THIS_CPU = "this machine's CPU"
-# share of the datasheet's memory, counted in 2^30 bytes, that the driver leaves to programs
-_VISIBLE = 0.985
-# GDDR memory stores its error-correcting code in itself, one sixteenth, where ECC is on; HBM has extra memory for it
-_AFTER_CODE = 15 / 16
+# share of the datasheet's memory, whose GB are 2^30 bytes, that the driver leaves to programs
+_VISIBLE_SHARE = 0.985
+# where ECC is on, the error-correcting code takes one sixteenth of GDDR memory; HBM has extra memory for it
+_SHARE_BESIDE_CODE = 15 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,20 @@ class Gpu:
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """Returns the words and numbers that distinguish GPUs, sorted: no maker, no unit of a size, no generation of a form."""
+    """Returns the words and numbers of a name that distinguish GPUs, sorted: without the maker, the GB of a size and the number behind SXM.
+    ``"NVIDIA A100-SXM4-80GB"`` gives ``("100", "80", "a", "sxm")``."""
     plain = re.sub(r"nvidia|tesla|geforce|quadro|graphics|gpu", " ", name.lower())
     plain = re.sub(r"(\d)gb|(sxm)\d(?![a-z0-9])", r"\1\2", plain)
     return tuple(sorted(re.findall(r"[a-z]+|[0-9]+", plain)))
 
 
-def _read(row: dict[str, Any]) -> Gpu:
+def _gpu_of(row: dict[str, Any]) -> Gpu:
+    """Returns the GPU of a row of ``gpus.json``, whose ``about`` says what the figures are."""
     peaks = zip(("float32", "float16", "bfloat16", "fp8"), row["tflops"], strict=True)
     return Gpu(
         name=row["name"],
         capability=(row["capability"][0], row["capability"][1]),
-        memory=int(row["gb"] * GIB * _VISIBLE * (_AFTER_CODE if row.get("inline_code") else 1)),
+        memory=int(row["gb"] * GIB * _VISIBLE_SHARE * (_SHARE_BESIDE_CODE if row.get("inline_code") else 1)),
         bandwidth=row["gb_per_s"] * 1e9,
         peaks=MappingProxyType({dtype: peak * 1e12 for dtype, peak in peaks if peak is not None}),
         # a datasheet states both directions together
@@ -80,9 +82,9 @@ def _read(row: dict[str, Any]) -> Gpu:
 
 
 _ROWS = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))["gpus"]
-GPUS: Mapping[str, Gpu] = MappingProxyType({row["name"]: _read(row) for row in _ROWS})
-# also by the names that people usually give them
-_NAMES = {_words(name): GPUS[row["name"]] for row in _ROWS for name in (row["name"], *row.get("usual", ()))}
+GPUS: Mapping[str, Gpu] = MappingProxyType({row["name"]: _gpu_of(row) for row in _ROWS})
+# by the words of their names, and of those that people usually give them
+_BY_WORDS = {_words(name): GPUS[row["name"]] for row in _ROWS for name in (row["name"], *row.get("usual", ()))}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -96,16 +98,22 @@ def find_gpu(name: str) -> Gpu:
     """
     if not isinstance(name, str):
         raise TypeError(f"gpu is {shown(name)} ({type(name).__name__}); expected a name, such as 'H200'")
-    found = _NAMES.get(_words(name))
+    found = _BY_WORDS.get(_words(name))
     if found is None:
         raise ValueError(f"gpu is {shown(name)}; known are {', '.join(GPUS)}. For another one use the nearest, and pass the memory")
     return found
 
 
 def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Gpu:
-    """Returns a GPU by name, this machine's GPU, or its CPU (also ``"cpu"``), with ``memory`` instead of its own."""
-    is_cpu = isinstance(gpu, str) and gpu.lower() == "cpu"
-    found = None if is_cpu else detected_gpu() if gpu is None else gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    """Returns the GPU given or called ``gpu``; with None this machine's GPU, or its CPU if it has none; with ``"cpu"`` its CPU. ``memory``
+    takes the place of its own."""
+    found: Gpu | None
+    if gpu is None:
+        found = detected_gpu()
+    elif isinstance(gpu, Gpu):
+        found = gpu
+    else:
+        found = None if isinstance(gpu, str) and gpu.lower() == "cpu" else find_gpu(gpu)
     if found is None:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         found = Gpu(name=THIS_CPU, capability=(0, 0), memory=ram, source="its memory as the system reports it")
@@ -115,10 +123,11 @@ def machine_of(gpu: str | Gpu | None, memory: int | None = None) -> Gpu:
 def detected_gpu(device: torch.device | str | None = None) -> Gpu | None:
     """Returns this machine's GPU: its memory as PyTorch reports it, its rates by its name; without rates where the name is not known. None
     without a CUDA GPU."""
+    # torch.cuda may also be an AMD GPU, of which nothing is known here
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(torch.device(device or "cuda"))
-    known = _NAMES.get(_words(properties.name))
+    known = _BY_WORDS.get(_words(properties.name))
     unknown = Gpu(name="", capability=(properties.major, properties.minor), memory=0, source="")
     source = f"memory of this machine, rates of {known.source}" if known else "this machine; its rates are not known by its name"
     return replace(known or unknown, name=properties.name, memory=properties.total_memory, source=source)

@@ -3,9 +3,14 @@
     from dilated_attention.testing import check_backend
     print(check_backend("my_backend", device="cuda", cases=200))
 
-E(x) is the largest absolute error of x against float64. In half precision a result passes if E ≤ 2·E(plain) + band, where *plain*
-is softmax attention written in plain PyTorch in the same dtype over the same multiset of keys, and *band* is one rounding of
-the result: no tolerance is chosen by hand. lse is float32 whatever the dtype of the inputs, so it is judged as float32.
+E(x) is the largest absolute error of x against float64. In half precision, and in float32 on a GPU, a result x passes if
+
+    E(x) ≤ 2·E(plain) + band
+
+*plain* is the same result by softmax attention written in plain PyTorch, in the same dtype and over the same keys; a key that several
+branches see counts as often. *band* is one rounding of the result. So no tolerance is chosen by hand. What else a bound allows, and why,
+is written in ``check.truth_and_bounds``. lse is float32 whatever the dtype of the inputs, so it is judged as float32. float64, and float32
+on a CPU, have relative bounds.
 """
 
 from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, largest, low_precision_bound, max_error, relative_bound

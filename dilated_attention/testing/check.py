@@ -22,8 +22,9 @@ from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANC
 from dilated_attention.testing.cases import Case, Inputs, Space, inputs, random_case
 from dilated_attention.testing.oracle import plain_attention, rounded_out_error
 
+# what one case gives: each result by its name
 Result = dict[str, torch.Tensor]
-# of every case; one with sinks has "dsinks" in addition, one with a bias "dslopes"
+# the names in every case; one with sinks has "dsinks" in addition, one with a bias "dslopes"
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -72,9 +73,11 @@ def function_of(case: Case, x: Inputs) -> tuple[Callable[..., Any], tuple[Any, .
 
 
 def bias_of(case: Case, x: Inputs) -> Alibi | Distance | None:
+    """Returns the case's bias as the public functions take it."""
     if x.slopes is None:
         return None
     assert x.coordinates is not None
+    # coordinates that all batch entries share are given without the batch dimension, so that cases try both forms
     places = x.coordinates[0] if len(x.coordinates) == 1 else x.coordinates
     return Alibi(x.slopes) if case.bias == "alibi" else Distance(places, x.slopes)
 
@@ -82,6 +85,7 @@ def bias_of(case: Case, x: Inputs) -> Alibi | Distance | None:
 def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the library's public function on the case; ``overrides`` are further arguments, such as ``backend``."""
     if case.dropout_p:
+        # the call draws its dropout seed from torch's generator; the oracle repeats the draw (``op_seed``)
         torch.manual_seed(case.seed)
     function, arguments, options = function_of(case, x)
     return function(q, k, v, *arguments, **options | overrides)  # type: ignore[no-any-return]
@@ -94,8 +98,9 @@ def results(
     are); without sinks there is no ``dsinks``, without a bias no ``dslopes``."""
     given = {name: y for name in ("q", "k", "v", "slopes", "sinks") if (y := getattr(x, name)) is not None}
     leaves = {name: (y if dtype is None else y.to(dtype)).detach().requires_grad_() for name, y in given.items()}
-    others = {name: y for name, y in leaves.items() if name in ("slopes", "sinks")}
-    out, lse = function(case, replace(x, **others), leaves["q"], leaves["k"], leaves["v"], **options)
+    # the function takes q, k and v as arguments, and these from the inputs
+    parameters = {name: y for name, y in leaves.items() if name in ("slopes", "sinks")}
+    out, lse = function(case, replace(x, **parameters), leaves["q"], leaves["k"], leaves["v"], **options)
     outputs, cotangents = [out], [x.dout.to(out.dtype).to(out.device)]
     if case.lse_grad:
         outputs.append(lse)
@@ -106,16 +111,19 @@ def results(
 
 
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
-    """Returns the errors and bounds of all results of a case. The bound is relative, 1e-10 for float64 and, on a CPU, 1e-5 for float32;
-    for everything else see ``truth_and_bounds``."""
+    """Returns the errors and bounds (see ``truth_and_bounds``) of all results of a case."""
     x = inputs(case, dtype, device)
     mine = results(call, case, x, backend=backend)
     truth, bounds = truth_and_bounds(case, x)
-    return [Measured(n, max_error(mine[n], truth[n]), bounds[n]) for n in mine]
+    return [Measured(name, max_error(y, truth[name]), bounds[name]) for name, y in mine.items()]
 
 
 def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
-    """Returns all results of a case in float64, and their bounds for the dtype and device of the inputs; see ``measure``."""
+    """Returns all results of a case in float64, and their bounds for the dtype and device of the inputs.
+
+    float64, and float32 on a CPU: relative to the largest value, 1e-10 and 1e-5. Everything else: 2·E(plain) + band, as in
+    ``dilated_attention.testing``, and more for the results named below.
+    """
     dtype = x.q.dtype
     truth = results(plain_attention, case, x, torch.float64)
     tolerance = FLOAT64_TOLERANCE if dtype is torch.float64 else FLOAT32_TOLERANCE
@@ -128,10 +136,12 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
         # a sum over all rows, whose terms cancel: what one plain computation gets right by chance binds no other
         bounds["dslopes"] = max(bounds["dslopes"], exact["dslopes"])
     if dtype is not torch.float32:
+        # backwards read out as it was rounded; the plain computation does not, so it cannot show this error
         for name, error in rounded_out_error(case, x).items():
             bounds[name] += 2 * error
         float32 = results(plain_attention, case, x, torch.float32)
-        # an error of lse is a relative error of every weight; kernels for half precision may use a faster exp, well below their rounding
+        # lse is judged as float32. Its error is a relative error of every weight, and kernels for half precision may use a faster exp: an
+        # eighth of their rounding is allowed for it
         bounds["lse"] = low_precision_bound(float32["lse"], truth["lse"], torch.float32) + torch.finfo(dtype).eps / 8
     return truth, bounds
 
@@ -171,14 +181,15 @@ def check_backend(
         except BackendUnavailable:
             report.refused += 1
             continue
-        for result in measured:
-            if not result.passes:
+        for found in measured:
+            if not found.passes:
                 raise AssertionError(
-                    f"{name} {dtype} on {device}: E({result.name}) = {result.error:.3g} > {result.bound:.3g} for\nmeasure({case}, "
+                    f"{name} {dtype} on {device}: E({found.name}) = {found.error:.3g} > {found.bound:.3g} for\nmeasure({case}, "
                     f"{name!r}, {dtype}, {str(device)!r})"
                 )
-            ratio = result.error / result.bound if result.bound else 0.0
-            report.worst[result.name] = max(report.worst.get(result.name, 0.0), ratio)
+            # a bound of 0 that holds is held exactly
+            ratio = found.error / found.bound if found.bound else 0.0
+            report.worst[found.name] = max(report.worst.get(found.name, 0.0), ratio)
         report.cases += 1
     if report.refused > cases // 2:
         raise AssertionError(f"{name} refused {report.refused} of {cases} cases; give a space that it can run, or see explain_backend")

@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention import explain_backend
 from dilated_attention.backends import AttentionRequest, Registry, rates, registry
-from dilated_attention.backends.rates import RateRow, RateTable
+from dilated_attention.backends.rates import RateKind, RateRow, RateTable
 from dilated_attention.factory import EXAMPLES
 
 HOPPER, AMPERE = EXAMPLES["hopper"], EXAMPLES["ampere"]
@@ -38,7 +38,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[RateTable]:
         RateRow(64, 2048, {"math": 3.0, "flash2": 1.0, "of a later release": 0.5}),
         RateRow(64, 16384, {"flash2": 3.0, "sdpa_cudnn": 2.0, "math": 1.0}),
     ]
-    made = RateTable("a GPU", "2026-01-02", "a test", {("forward", "half", False, False): rows})
+    made = RateTable("a GPU", "2026-01-02", "a test", {RateKind("forward", "half", causal=False, blocks=False): rows})
     monkeypatch.setattr(rates, "table_of", lambda architecture: made if architecture == "sm90" else None)
     yield made
 
@@ -70,7 +70,7 @@ def test_rates_order_their_kind_of_call_alone(table: RateTable, fresh: Registry)
 
 def test_head_dims_round_up_and_lengths_go_to_the_nearest_by_ratio() -> None:
     rows = [RateRow(d, n, {"math": d * 1e6 + n}) for d in (32, 64, 128) for n in (256, 1024, 8192)]
-    kinds = RateTable("", "", "", {("forward", "half", False, False): rows})
+    kinds = RateTable("", "", "", {RateKind("forward", "half", causal=False, blocks=False): rows})
 
     def row(head_dim: int, length: int) -> tuple[int, ...]:
         return tuple(map(int, divmod(kinds.tflops(ask(head_dim=head_dim, length=length))["math"], 1e6)))
@@ -90,8 +90,9 @@ def test_shipped_tables_name_backends_that_exist() -> None:
     for path in files:
         table = rates.table_of(path.stem)
         assert table is not None and table.rows and table.source and table.device and table.date
-        for (which, dtype, causal, blocks), rows in table.rows.items():
-            assert which in ("forward", "backward") and dtype in ("half", "float32") and {type(causal), type(blocks)} == {bool}
+        for kind, rows in table.rows.items():
+            assert kind.pass_name in ("forward", "backward") and kind.dtype_class in ("half", "float32")
+            assert {type(kind.causal), type(kind.blocks)} == {bool}
             for row in rows:
                 assert row.head_dim >= 1 and row.length >= 1 and set(row.tflops) <= set(registry.names())
                 assert list(row.tflops.values()) == sorted(row.tflops.values(), reverse=True) and min(row.tflops.values()) > 0

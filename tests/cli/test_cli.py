@@ -45,8 +45,8 @@ def test_on_a_cpu_the_gpu_backends_are_one_line(capsys: Capture) -> None:
     verdict, faster, empty, *rest = text.splitlines()
     assert "with gradients: forward and backward run on sdpa_cpu, the first that can by " in verdict
     assert (faster, empty) == ("faster: a CUDA GPU; info --for hopper shows what runs there.", "")
-    usable = [line for mark, _, line in explanation.lines() if mark != "✗"]
-    refused = [line.split()[1] for mark, _, line in explanation.lines() if mark == "✗"]
+    usable = [line.text for line in explanation.lines() if line.mark != "✗"]
+    refused = [line.text.split()[1] for line in explanation.lines() if line.mark == "✗"]
     assert rest[: len(usable) + 1] == [*usable, f"cannot: {', '.join(refused)}; --all shows every reason."]
     assert "✗" not in text and "not installed" not in text
     assert str(explanation) in printed(capsys, "info --for cpu --all")

@@ -19,7 +19,7 @@ from torch import Tensor
 from dilated_attention.backends.base import AttentionRequest, Options, new_lse, new_results
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.hardware import Streams
-from dilated_attention.pattern.blocks.base import expand
+from dilated_attention.pattern.blocks.base import elements_of
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # launches over parts of the columns that run side by side; each additional one takes memory for its dq
@@ -229,7 +229,7 @@ def _tables(lists: BlockLists, of_columns: bool, together: int) -> Iterator[Bloc
         for first in range(0, H, step):
             last = min(first + step, H)
             lists_of_table = torch.arange(B * H * blocks, device=starts.device).view(B, H, blocks)[:, first:last, start:end].flatten()
-            row, entry = expand(starts[lists_of_table].long(), starts[lists_of_table + 1].long())
+            row, entry = elements_of(starts[lists_of_table].long(), starts[lists_of_table + 1].long())
             whole = torch.ones_like(entry, dtype=torch.bool) if masks is None else masks[entry] < 0
             shape = (B, last - first, end - start)
             partial, full = (_side(row[kept], others[entry[kept]], shape, most) for kept in (~whole, whole))

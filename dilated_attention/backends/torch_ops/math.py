@@ -1,4 +1,7 @@
-"""Attention in plain torch for every device, dtype and option: the fallback where no kernel library can, and the reference for them."""
+"""Attention in plain torch for every device, dtype and option: the fallback where no kernel library can, and the reference for them.
+
+Shape letters: P problems, L queries, S keys, G query heads, K key/value heads, D head dim. Within a block of rows L counts its rows alone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class MathBackend(ContainedBackend):
     )
 
     def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``forward`` with ``pairs``, a mask of kept pairs in addition to the masks in ``options``."""
+        """Returns (out (P, L, G, D), lse (P, G, L)). ``pairs``: a mask of kept pairs, bool (P, 1 or L, S), besides those in ``options``."""
         P, L, G, D = q.shape
         acc = accumulation_dtype(q.dtype)
         out = torch.empty((P, L, G, D), dtype=q.dtype, device=q.device)
@@ -46,7 +49,8 @@ class MathBackend(ContainedBackend):
         for rows in _row_blocks(q, k):
             s_PGLS = self._scores(q, k_PGDS, rows, options, pairs)
             lse_PGL = s_PGLS.logsumexp(-1)
-            # acc cannot hold these scores; NaN keeps them apart from −inf (a row without keys) and +inf (an idle row of a backward)
+            # this row has a score too large for acc, or none that acc can hold (see ``_scores``), so its lse is not known. It is NaN, since
+            # −inf means a row without keys, and +inf tells a backward that a row takes no part
             lse_PGL.masked_fill_((lse_PGL == torch.inf) | (lse_PGL == torch.finfo(acc).min), torch.nan)
             p_PGLS = (s_PGLS - _finite(lse_PGL)[..., None]).exp_()
             if options.dropout is not None:
@@ -60,6 +64,7 @@ class MathBackend(ContainedBackend):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
         pairs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns (dq, dk, dv) of this launch's keys in the accumulation dtype; ``out`` and ``lse`` may be those of more keys."""
         P, L, G, D = q.shape
         K, S = k.shape[2], k.shape[1]
         acc = accumulation_dtype(q.dtype)
@@ -96,6 +101,7 @@ class MathBackend(ContainedBackend):
         return dq, dk, dv
 
     def _scores(self, q: Tensor, k_PGDS: Tensor, rows: slice, options: Options, pairs: Tensor | None) -> Tensor:
+        """Returns the scores of some rows (P, G, rows, S), scaled, capped, biased and −inf where a key is masked."""
         q_PGLD = q[:, rows].transpose(1, 2).to(k_PGDS.dtype)
         # scales before or after the product, so that no intermediate result is larger than the score
         s_PGLS = (q_PGLD * options.scale) @ k_PGDS if abs(options.scale) <= 1 else (q_PGLD @ k_PGDS).mul_(options.scale)
@@ -105,6 +111,7 @@ class MathBackend(ContainedBackend):
             s_PGLS.sub_(options.bias.slopes[:, None, None] * options.bias.distances(rows)[:, None])
         # a score this low has the weight 0 next to any other key; −inf is reserved for masked keys
         s_PGLS.clamp_(min=torch.finfo(s_PGLS.dtype).min)
+        # causal: the last query sees the last key, so key − query is at most S − L; the mask then has no band of its own
         band = (None, k_PGDS.shape[-1] - q.shape[1]) if options.causal else options.mask.band
         if band is not None:
             s_PGLS.masked_fill_(~band_mask(band, q.shape[1], k_PGDS.shape[-1], q.device, rows), -torch.inf)
@@ -129,11 +136,12 @@ def band_mask(band: tuple[int | None, int | None], num_rows: int, num_keys: int,
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Yields slices of query rows whose scores, counted in 4 bytes, take at most ``_BLOCK_BYTES``; at least one row."""
     P, L, G, _ = q.shape
     bytes_per_row = max(1, P * G * k.shape[1]) * 4
-    block = max(1, min(L, _BLOCK_BYTES // bytes_per_row))
-    for start in range(0, L, block):
-        yield slice(start, min(start + block, L))
+    rows_at_once = max(1, min(L, _BLOCK_BYTES // bytes_per_row))
+    for start in range(0, L, rows_at_once):
+        yield slice(start, min(start + rows_at_once, L))
 
 
 def _heads_first(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:

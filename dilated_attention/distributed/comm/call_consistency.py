@@ -177,7 +177,7 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
     if settings.blocks:
         pattern = pattern_from_spec(settings.blocks)
         # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
-        name = type(pattern).__name__ if pattern.lives_here else settings.blocks
+        name = type(pattern).__name__ if pattern.is_bound_to_process else settings.blocks
         same |= {"branches": settings.branches, "pattern": name, "block_size": str(pattern.block_size)}
     elif settings.branches is not None:
         names = "segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"

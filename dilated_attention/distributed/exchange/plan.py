@@ -116,7 +116,7 @@ class RingProblem:
         per_head = any(pattern.at(end - start).per_head for start, end in documents)
         edges = np.concatenate([*(np.arange(*document, pattern.k_block) for document in documents), [self.seq_len]])
         kept = np.zeros((self.size, self.num_kv_heads if per_head else 1, len(edges) + 1), dtype=bool)
-        blocks, digest, before = [0.0] * self.size, hashlib.sha256() if pattern.lives_here else None, 1
+        blocks, digest, before = [0.0] * self.size, hashlib.sha256() if pattern.is_bound_to_process else None, 1
         for document in documents:
             lists = self.lists_of(document)
             starts, column = lists.row_starts.tolist(), before + lists.columns.cpu().numpy()

@@ -61,7 +61,7 @@ def block_lists(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     # the lengths that lists are built for: whole blocks if the pattern shares lists
-    queries, keys = pattern.listed(num_queries), pattern.listed(num_keys)
+    queries, keys = pattern.positions_of_lists(num_queries), pattern.positions_of_lists(num_keys)
     cache_key = (pattern, keys, num_heads, first_query, queries, is_causal, device)
     with _lock:
         lists = _cache.get(cache_key)
@@ -109,7 +109,7 @@ def building_device(pattern: BlockPattern, num_queries: int, num_keys: int, num_
     """Returns the device on which to build lists for ``device``: the CPU if they are small, as building takes hundreds of operations, and
     a GPU's launches would take longer than a CPU's work."""
     blocks = -(-num_queries // pattern.q_block) * -(-num_keys // pattern.k_block) * (num_heads if pattern.per_head else 1)
-    return torch.device("cpu") if blocks <= _MOST_ON_HOST and not pattern.lives_here else device
+    return torch.device("cpu") if blocks <= _MOST_ON_HOST and not pattern.is_bound_to_process else device
 
 
 def _marked(lists: BlockLists) -> BlockLists:

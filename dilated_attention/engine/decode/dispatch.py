@@ -95,9 +95,8 @@ class Explained:
 
 def _flash3(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
     assert runs.dense is not None
-    # the used rows of keys
-    lengths = (*(None,) * 4, runs.dense, None, None)
-    out, lse = flash3.forward(q[:, None], cached.k, cached.v, scale, lengths=lengths, table=cached.table, num_splits=0)
+    lengths = flash3.Lengths(used_keys=runs.dense)
+    out, lse = flash3.call_fwd(q[:, None], cached.k, cached.v, scale, lengths=lengths, page_table=cached.table, num_splits=0)
     return out[:, 0], lse[:, :, 0]
 
 

@@ -346,7 +346,7 @@ def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, setti
     pattern = pattern_from_spec(settings.blocks)
     # a pattern that holds a function or a tensor gets a record for this call alone, which keeps it alive until after the backward; a
     # remembered record would forever
-    if pattern.lives_here:
+    if pattern.is_bound_to_process:
         return kind(settings, q.device.type, alive=pattern)
     return record_of(kind, q, k, padding, settings)
 

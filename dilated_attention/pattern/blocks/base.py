@@ -33,13 +33,15 @@ MAX_POSITIONS = 2**31
 PAIRS_AT_ONCE = 2**24
 # FlexAttention's mask function: (batch, head, q_idx, kv_idx) -> bool
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# blocks as (index into the heads, row, column), and what they are: (state, key)
+# blocks: (group, row, column), where a group is an index into the heads that are asked about
 Blocks = tuple[Tensor, Tensor, Tensor]
+# what blocks are: (state, key); partial blocks of equal keys have equal masks
 States = tuple[Tensor, Tensor]
 # states of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
-# in specs: what refers to a live object, and the key of a pattern's class
+# in specs: what begins a reference to a live pattern, and the key of a pattern's class
 OBJECT, _CLASS = "object:", "pattern"
+# all pattern classes by name, and the patterns that hold objects by the number in their specs
 _classes: dict[str, type[BlockPattern]] = {}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -47,21 +49,20 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of a sequence, and the requested rows of them: [first_row, last_row)."""
+    """The blocks of a sequence, and the requested rows of them: [first_row, last_row). ``num_rows`` counts these, ``num_columns`` all."""
 
     num_positions: int
     q_block: int
     k_block: int
     first_row: int
     last_row: int
-    # of the requested rows, and of all columns
     num_rows: int
     num_columns: int
     device: torch.device
 
     @property
-    def whole_rows(self) -> int:
-        """Number of rows of the whole sequence, at least 1."""
+    def num_sequence_rows(self) -> int:
+        """Number of rows of the whole sequence, at least 1, so that one can divide by it."""
         return max(-(-self.num_positions // self.q_block), 1)
 
     def rows(self) -> Tensor:
@@ -83,13 +84,14 @@ class Grid:
         last = first + (size - 1)
         return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
 
-    def block(self, row: Tensor, column: Tensor) -> Tensor:
-        """Returns a unique number for each block of the whole sequence."""
+    def block_number(self, row: Tensor, column: Tensor) -> Tensor:
+        """Returns a unique number for each block of the sequence. With group · num_rows + row − first_row in place of the row, for each
+        block of the requested rows in all groups."""
         return row * self.num_columns + column
 
-    def listed(self, blocks: Tensor) -> Blocks:
-        """Returns ``BlockPattern.columns`` of ascending numbers ``block(group · num_rows + row − first_row, column)``."""
-        rows, column = divided(blocks, max(self.num_columns, 1))
+    def blocks_of(self, numbers: Tensor) -> Blocks:
+        """Returns the blocks in all groups that have these numbers, in the same order."""
+        rows, column = divided(numbers, max(self.num_columns, 1))
         group, row = divided(rows, max(self.num_rows, 1))
         return group, row + self.first_row, column
 
@@ -123,8 +125,8 @@ class BlockPattern(Pattern):
     # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
     # then does decoding a token from cached keys give the same result as the forward of any longer sequence
     is_prefix_stable: ClassVar[bool] = False
-    # whether sequences of equally many blocks keep the same pairs, as far as both have these positions, with square blocks: such sequences
-    # share lists of blocks. A class that derives from another says so again
+    # whether, with square blocks, sequences of equally many blocks keep the same pairs, as far as both have these positions. Such sequences
+    # share lists of blocks. It is not inherited: a derived class that keeps this promise says so again
     shares_lists: ClassVar[bool] = False
     # whether the blocks are chosen by the content of q and k; such a pattern class defines its own | and &
     is_chosen: ClassVar[bool] = False
@@ -134,6 +136,7 @@ class BlockPattern(Pattern):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Registers the class by its name. Defining it again, as notebooks do, replaces it."""
         super().__init_subclass__(**kwargs)
+        # a property, as compositions have, is inherited
         if cls.shares_lists is True and "shares_lists" not in vars(cls):
             cls.shares_lists = False
         known = _classes.get(cls.__name__)
@@ -178,7 +181,7 @@ class BlockPattern(Pattern):
         return spec
 
     @functools.cached_property
-    def lives_here(self) -> bool:
+    def is_bound_to_process(self) -> bool:
         """Whether the pattern or a part of it holds a function or a tensor, which other processes cannot restore from ``spec``."""
         return OBJECT in self.spec()
 
@@ -189,7 +192,7 @@ class BlockPattern(Pattern):
 
     @property
     def reads_batch(self) -> bool:
-        """Whether the pairs may differ between batch entries. The pattern is then that of entry 0."""
+        """Whether the pairs may differ between batch entries. The pattern is then that of entry 0 alone (see ``check_batch``)."""
         return False
 
     def _set(self, **values: Any) -> None:
@@ -221,7 +224,7 @@ class BlockPattern(Pattern):
 
         It may include blocks that are not kept, and by default has all. Patterns that are not ``per_head`` are called with a single head.
         """
-        return grid.listed(grid.range(0, len(heads) * grid.num_rows * grid.num_columns))
+        return grid.blocks_of(grid.range(0, len(heads) * grid.num_rows * grid.num_columns))
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         """Returns (state int8, key int64) of any blocks: ABSENT, PARTIAL or FULL, and the key of the partial ones. Two with equal keys keep
@@ -236,8 +239,11 @@ class BlockPattern(Pattern):
             pairs = self.allowed(queries, keys, head[part, None, None], grid.num_positions)
             pairs = pairs.broadcast_to(queries.shape[0], grid.q_block, grid.k_block)
             state[part] = state_of(pairs.any(2).any(1), pairs.all(2).all(1))
-        block = grid.block(row, column)
-        return state, block + head * (grid.num_columns * max(grid.last_row, 1)) if self.per_head else block
+        key = grid.block_number(row, column)
+        if self.per_head:
+            # other keys for each head: all numbers of the rows up to last_row are below this product
+            key = key + head * (grid.num_columns * max(grid.last_row, 1))
+        return state, key
 
     def cost(self, grid: Grid) -> float:
         """Estimates how many blocks per row ``columns`` returns. An intersection lists its cheapest part and classifies with the others."""
@@ -283,12 +289,13 @@ class BlockPattern(Pattern):
         return composite.of(self, other) if isinstance(other, BlockPattern) and not other.is_chosen else NotImplemented
 
     def grid(self, num_positions: int, rows: tuple[int, int] | None = None, device: torch.device | str = "cpu") -> Grid:
-        last, columns = (-(-checked_positions(num_positions) // size) for size in (self.q_block, self.k_block))
-        first_row, last_row = (0, last) if rows is None else rows
-        if not 0 <= first_row <= last_row <= last:
-            raise ValueError(f"rows is {rows}; expected 0 ≤ first ≤ last ≤ {last}, the query blocks of {num_positions} positions")
-        sizes = first_row, last_row, last_row - first_row, columns
-        return Grid(num_positions, self.q_block, self.k_block, *sizes, torch.device(device))
+        """Returns the blocks of a sequence, with the requested rows [first, last); None requests all."""
+        all_rows, columns = (-(-checked_positions(num_positions) // size) for size in (self.q_block, self.k_block))
+        first_row, last_row = (0, all_rows) if rows is None else rows
+        if not 0 <= first_row <= last_row <= all_rows:
+            raise ValueError(f"rows is {rows}; expected 0 ≤ first ≤ last ≤ {all_rows}, the query blocks of {num_positions} positions")
+        num_rows = last_row - first_row
+        return Grid(num_positions, self.q_block, self.k_block, first_row, last_row, num_rows, columns, torch.device(device))
 
     def resolved(self, num_positions: int, num_heads: int, is_causal: bool = False) -> tuple[BlockPattern, tuple[int, ...]]:
         """Returns the pattern for this number of positions, and the heads that have lists of their own: head 0 alone if all share one.
@@ -330,13 +337,15 @@ class BlockPattern(Pattern):
 
         return count_pairs(self, num_positions, num_heads, is_causal=is_causal)
 
-    def listed(self, num_positions: int) -> int:
-        """Returns for how many positions the lists are built that serve ``num_positions``: of whole blocks if the pattern shares lists."""
+    def positions_of_lists(self, num_positions: int) -> int:
+        """Returns the number of positions for which the lists are built that ``num_positions`` use. If the pattern shares lists, they are
+        built for whole blocks; else for just these positions."""
         shares = self.shares_lists and self.q_block == self.k_block
         return -(-num_positions // self.q_block) * self.q_block if shares else num_positions
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
-        """Returns what ``cell_pairs`` (``pattern/base.py``) does, without a mask, for long sequences."""
+        """Counts the kept pairs in squares of ``cell`` × ``cell`` positions, int64 (num_heads, cells, cells), from the lists of blocks: for
+        sequences too long for a mask. ``cell`` is a multiple of both block sizes. See ``cell_pairs`` in ``pattern/base.py``."""
         from dilated_attention.pattern.blocks.block_lists import block_pairs
 
         cells = -(-num_positions // cell)
@@ -361,6 +370,7 @@ def pattern_from_spec(spec: str) -> BlockPattern:
 
 
 def _read(spec: str) -> BlockPattern:
+    """``pattern_from_spec`` without a cache."""
     try:
         pattern = _value(parse_json(spec, "spec"))
     except (ValueError, TypeError, RecursionError) as error:
@@ -374,7 +384,8 @@ _read_once = functools.lru_cache(maxsize=256)(_read)
 
 
 def _plain(value: Any) -> Any:
-    """Returns plain data that ``_value`` reads. torch.compile traces this code, as a pattern may be made inside a compiled function."""
+    """Returns a pattern or the value of a field as plain data for JSON, which ``_value`` reads: patterns as dicts, tuples as lists.
+    torch.compile traces this code, as a pattern may be made inside a compiled function."""
     if isinstance(value, BlockPattern):
         if value.holds_objects:
             number = getattr(value, "_number", None)
@@ -401,6 +412,7 @@ _text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _value(written: Any) -> Any:
+    """Returns the pattern or the value that ``_plain`` made ``written`` of."""
     if isinstance(written, dict):
         fields = {name: _value(value) for name, value in written.items() if name != _CLASS}
         kind = _classes.get(written.get(_CLASS, ""))
@@ -425,12 +437,14 @@ def checked_positions(num_positions: Any) -> int:
     return as_int("num_positions", num_positions, minimum=0, maximum=MAX_POSITIONS)
 
 
-def expand(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (i, x) for every x in range i, [low[i], high[i]), in order. It takes one host synchronization."""
+def elements_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (i, x) for every x in range i, [low[i], high[i]), in order: [2, 7) and [5, 4) and [0, 1) give i = 0 0 0 0 0 2 and
+    x = 2 3 4 5 6 0. It takes one host synchronization."""
     counts = (high - low).clamp(min=0)
     ends = counts.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
     index = torch.repeat_interleave(counts, output_size=total)
+    # range i begins at place ends[i] − counts[i] of the result
     return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
 
 
@@ -440,7 +454,7 @@ def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def state_of(kept: Tensor, full: Tensor) -> Tensor:
-    """Returns the states of blocks. Every full block must be kept."""
+    """Returns the states of blocks. Every full block must be kept, since the states are numbered so that they are this sum."""
     return kept.to(torch.int8) + full
 
 

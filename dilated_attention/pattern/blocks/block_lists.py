@@ -1,9 +1,10 @@
 """Lists of the key blocks that a pattern keeps, in the form that block-sparse kernels read (``BlockLists``), and how they are built
 (``kept_blocks``): each distinct mask is computed once.
 
-The sequence is split into query blocks of ``q_block`` and key blocks of ``k_block`` positions. Each query block keeps some key blocks
-whole and some under a mask of single pairs. The lists are in CSR form: list i = group · num_rows + row holds the key blocks
-``columns[row_starts[i] : row_starts[i + 1]]``, ascending. A *group* is a (batch entry, head) that has lists of its own; all may share them.
+The sequence is split into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. Each row keeps some key
+blocks whole and some under a mask of single pairs. A *group* is a (batch entry, head) that has lists of its own; if all share them, it is
+the only one. The lists are in CSR form: list i = group · num_rows + row holds, in ascending order, the key blocks
+``columns[row_starts[i] : row_starts[i + 1]]``. A kept block is an *entry* of its list.
 
 Memory: 4 bytes per row, 4 (8 with masks) per kept block, and q_block · k_block / 8 bytes per *distinct* mask of pairs.
 """
@@ -26,6 +27,8 @@ from dilated_attention.pattern.checks import check_bool
 T = TypeVar("T")
 # bits in a word of a mask
 WORD = 32
+# int32 numbers at whose multiples ``moved`` begins a tensor: 128 bytes
+_ALIGNMENT = 32
 # the block sizes that lists may have: (query block, key block)
 BLOCK_SIZES = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
@@ -61,8 +64,8 @@ class BlockLists:
     num_columns: int = field(init=False)
     num_groups: int = field(init=False)
     num_entries: int = field(init=False)
-    # what backends derive from the lists, each once. "source" is special: other lists with the same blocks, from which these were made: by
-    # a copy from the host (``on``), or for a shorter last block (``of_length``)
+    # what backends derive from the lists, by key, each once (``derived``). The key "source" is special: it has the lists that these were
+    # made from, with the same blocks: before a copy to a GPU (``on``), or with a longer last block (``of_length``)
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,8 +76,12 @@ class BlockLists:
         )  # fmt: skip
 
     def derived(self, key: Hashable, make: Callable[[BlockLists], T], *, by_length: bool = False) -> T:
-        """Returns ``make(lists)``, computed once. Lists that have a source share what is made for that, moved to their device, unless it
-        depends on the numbers of positions (``by_length``)."""
+        """Returns ``make(self)``, computed once. If these lists have a source, the source makes it, and it is moved to their device.
+
+        Args:
+            key: names the result in ``cache``.
+            by_length: the result depends on the numbers of positions, which may be others in the source, so it is made here.
+        """
         if key not in self.cache:
             source = None if by_length else self.cache.get("source")
             self.cache[key] = make(self) if source is None else moved(source.derived(key, make), self.row_starts.device)
@@ -111,8 +118,10 @@ class BlockLists:
     def fills_every_row(self) -> bool:
         """Whether every query certainly keeps a key; False if masks leave it open. Waits for the GPU once."""
         source: BlockLists | None = self.cache.get("source")
+        # a source has as many blocks, and each of them has positions here, too
         return source.fills_every_row if source is not None else self.masks is None and bool((self.row_starts.diff() > 0).all())
 
+    # kept for later calls, which may train: no inference tensor
     @cached_property
     @torch.inference_mode(False)
     def row_of_entry(self) -> Tensor:
@@ -139,9 +148,11 @@ class ColumnLists(NamedTuple):
 @torch.inference_mode(False)
 def _by_column(lists: BlockLists) -> ColumnLists:
     group, row = divided(lists.row_of_entry.to(torch.int32), max(lists.num_rows, 1))
-    column, count = group * lists.num_columns + lists.columns, lists.num_groups * lists.num_columns
-    ordered, order = column.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(count + 1, dtype=torch.int32, device=column.device), out_int32=True)
+    # the list by column that each entry goes to, and how many there are
+    target, num_lists = group * lists.num_columns + lists.columns, lists.num_groups * lists.num_columns
+    # stable: entries are sorted by row, and stay so in each column
+    ordered, order = target.sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(num_lists + 1, dtype=torch.int32, device=target.device), out_int32=True)
     return ColumnLists(starts, row[order], None if lists.masks is None else lists.masks[order])
 
 
@@ -155,16 +166,17 @@ def moved(x: Any, device: torch.device) -> Any:
     if tensors[0].device == device:
         return x
     assert all(tensor.dtype is torch.int32 for tensor in tensors)
-    # each tensor begins at a multiple of WORD numbers, since kernels are compiled for pointers that are multiples of 16 bytes
-    buffer = torch.cat([torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % WORD)) for tensor in tensors])
+    # kernels are compiled for pointers that are multiples of 16 bytes
+    buffer = torch.cat([torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % _ALIGNMENT)) for tensor in tensors])
     buffer = (buffer.pin_memory() if device.type == "cuda" else buffer).to(device, non_blocking=True)
-    parts = iter(buffer.split([-(-tensor.numel() // WORD) * WORD for tensor in tensors]))
+    parts = iter(buffer.split([-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]))
     there = [next(parts)[: leaf.numel()].view(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return tree_unflatten(there, form)
 
 
 def checked_total(total: int) -> int:
-    """Returns ``total``, the number of entries, if kernels can count them (in 32 bits, in quarters of a block); raises otherwise."""
+    """Returns ``total``, the number of entries, if kernels can count them; raises otherwise. They count in 32 bits, and up to four parts of
+    a block."""
     if total >= 2**29:
         raise ValueError(
             f"{total} kept blocks over all batch entries and heads; lists count to 2**29 − 1: "
@@ -173,8 +185,9 @@ def checked_total(total: int) -> int:
     return total
 
 
-# how many blocks are listed at once, which bounds the memory of building lists, and how many at most
+# how many blocks are listed at once, which bounds the memory of building lists
 BLOCKS_AT_ONCE = 2**23
+# how many are listed in all, in as many pieces as that takes
 MOST_BLOCKS = 2**31
 
 
@@ -189,25 +202,27 @@ def kept_blocks(
     assert first_query % pattern.q_block == 0
     rows = (first_query // pattern.q_block, -(-(first_query + num_queries) // pattern.q_block))
     whole = pattern.grid(num_positions, rows, device)
-    # (row starts, columns, masks, bits) of each piece, after the first row start, 0
-    pieces: list[tuple[Tensor, ...]] = [(whole.range(0, 1).to(torch.int32),)]
+    # of each piece; a row starts where the one before it ends, and the first at 0
+    row_starts, columns, masks, bits = [whole.range(0, 1).to(torch.int32)], [], [], []
     num_entries = num_masks = 0
     for grid, some_heads in _pieces(pattern, whole, heads):
-        (group, row, column), masks, bits, _ = _masked_blocks(pattern, grid, some_heads)
-        row = group * grid.num_rows + row - grid.first_row
-        ends = torch.searchsorted(row, grid.range(0, len(some_heads) * grid.num_rows), right=True, out_int32=True)
-        masks = torch.where(masks < 0, -1, masks + num_masks) if num_masks else masks
-        pieces.append((ends + num_entries, column.to(torch.int32), masks, bits))
-        num_entries, num_masks = num_entries + len(masks), num_masks + len(bits)
+        (group, row, column), piece_masks, piece_bits, _ = _masked_blocks(pattern, grid, some_heads)
+        list_of_entry = group * grid.num_rows + row - grid.first_row
+        ends = torch.searchsorted(list_of_entry, grid.range(0, len(some_heads) * grid.num_rows), right=True, out_int32=True)
+        row_starts.append(ends + num_entries)
+        columns.append(column.to(torch.int32))
+        masks.append(torch.where(piece_masks < 0, -1, piece_masks + num_masks) if num_masks else piece_masks)
+        bits.append(piece_bits)
+        num_entries, num_masks = num_entries + len(piece_masks), num_masks + len(piece_bits)
     # nearly all lists are one piece, which is not copied
-    row_starts = torch.cat([piece[0] for piece in pieces])
-    all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in list(zip(*pieces[1:], strict=True))[1:])
+    all_columns, all_masks, all_bits = (x[0] if len(x) == 1 else torch.cat(x) for x in (columns, masks, bits))
     kept = BlockLists(
-        num_queries, num_positions, pattern.q_block, pattern.k_block, 1, len(heads), row_starts, all_columns,
+        num_queries, num_positions, pattern.q_block, pattern.k_block, 1, len(heads), torch.cat(row_starts), all_columns,
         all_masks if num_masks else None, all_bits,
     )  # fmt: skip
     if kept.masks is None:
         return kept
+    # some patterns know their intervals; of the others they are searched for in the masks
     interval = pattern.interval(whole.range(first_query, first_query + num_queries), num_positions) or _interval_of(kept, whole)
     return kept if interval is None else replace(kept, interval=(interval[0].to(torch.int32), interval[1].to(torch.int32)))
 
@@ -281,19 +296,20 @@ def _masked_blocks(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) ->
     for block, size in zip(blocks[1:], (grid.q_block, grid.k_block), strict=True):
         if grid.num_positions % size:
             key = key * 2 + (block[partial] == grid.num_positions // size)
-    different, number = torch.unique(key, return_inverse=True)
-    # compute each mask from the first block that has it, so that every process takes the same block
-    chosen = torch.full_like(different, len(full)).scatter_reduce(0, number, partial, "amin")
-    group, row, column = (x[chosen] for x in blocks)
+    distinct, mask_of_partial = torch.unique(key, return_inverse=True)
+    # compute each mask from the first block that has it, so that every process takes the same block. len(full) is above every index
+    first_block = torch.full_like(distinct, len(full)).scatter_reduce(0, mask_of_partial, partial, "amin")
+    group, row, column = (x[first_block] for x in blocks)
     bits, pairs = _compute_masks(pattern, grid, head_of(group, heads), row, column)
-    masks = torch.full_like(blocks[1], -1, dtype=torch.int32).index_put((partial,), number.to(torch.int32))
+    masks = torch.full_like(full, -1, dtype=torch.int32).index_put((partial,), mask_of_partial.to(torch.int32))
     # a mask may turn out to keep no pair, then its blocks are dropped, or every pair, then its blocks need none
     needed = (pairs > 0) & (pairs < _pairs_in_blocks(grid, row, column))
     if bool(needed.all()):
         return blocks, masks, bits, pairs
-    # new index of each mask: −2 drops its blocks, −1 is none. The padding behind them keeps −1 at −1
-    numbers = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
-    masks = torch.nn.functional.pad(numbers, (0, 1), value=-1)[masks.long()].to(torch.int32)
+    # the new index of each mask: −1: its blocks need none; −2: they are dropped
+    new_index = torch.where(needed, needed.cumsum(0) - 1, torch.where(pairs == 0, -2, -1))
+    # blocks without a mask have the index −1, which reads the last element: −1 is appended for them
+    masks = torch.nn.functional.pad(new_index, (0, 1), value=-1)[masks.long()].to(torch.int32)
     kept = (masks > -2).nonzero()[:, 0]
     group, row, column = (x[kept] for x in blocks)
     return (group, row, column), masks[kept], bits[needed], pairs[needed]
@@ -323,12 +339,13 @@ def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
     The candidate for a query is the shortest interval that holds all keys that its masks keep. It fits if it has as many keys in each block
     as the block's mask keeps. If it does not fit, a longer one does not either."""
     assert kept.masks is not None
-    ends = []
+    ranges = []
     for bits in kept.bits.split(max(1, PAIRS_AT_ONCE // (grid.q_block * grid.k_block))):
-        # of each query in each mask: first kept key, key after the last one, number of kept keys
         keeps = unpacked(bits).to(torch.int8)
-        ends.append(torch.stack([keeps.argmax(-1), keeps.shape[-1] - keeps.flip(-1).argmax(-1), keeps.sum(-1)]))
-    first, end, count = torch.cat(ends, 1)
+        ranges.append(torch.stack([keeps.argmax(-1), keeps.shape[-1] - keeps.flip(-1).argmax(-1), keeps.sum(-1)]))
+    # of each query in each mask, (masks, q_block): its first kept key, the key after the last one, and how many it keeps
+    first, end, count = torch.cat(ranges, 1)
+    # a gap between kept keys is in no interval
     if not bool(((end - first == count) | (count == 0)).all()):
         return None
     partial = (kept.masks >= 0).nonzero()[:, 0]
@@ -337,16 +354,19 @@ def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
     if kept.num_groups > 1:
         # heads mostly share their masks, so each block is taken once
         num_masks = kept.bits.shape[0]
-        block, mask = divided(torch.unique(grid.block(row, column) * num_masks + mask), num_masks)
+        block, mask = divided(torch.unique(grid.block_number(row, column) * num_masks + mask), num_masks)
         row, column = divided(block, grid.num_columns)
     # the queries and the first key of each block. These blocks are few, since only those at an end of an interval have masks
     query, start = row[:, None] * grid.q_block + grid.range(0, grid.q_block), column[:, None] * grid.k_block
+    # from here on of each query in each block
     first, end, count = first[mask], end[mask], count[mask]
+    # a query that keeps nothing in a block must not move its ends: ``beyond`` is above every low, and −1 below every high
     beyond = grid.num_positions + 1
     low = torch.full((grid.num_rows * grid.q_block,), beyond, device=grid.device)
     high = torch.full_like(low, -1)
     low.scatter_reduce_(0, query.flatten(), torch.where(count == 0, beyond, start + first).flatten(), "amin")
     high.scatter_reduce_(0, query.flatten(), torch.where(count == 0, -1, start + end).flatten(), "amax")
+    # queries that keep nothing in all masks get the empty interval [0, 0)
     low, high = torch.where(high < 0, 0, low), high.clamp(min=0)
     inside = torch.minimum(high[query], start + grid.k_block) - torch.maximum(low[query], start)
     if bool((inside.clamp(min=0) != count).any()):

@@ -32,7 +32,7 @@ class _Composite(BlockPattern):
     parts: tuple[BlockPattern, ...]
     block_size: int | tuple[int, int] = field(init=False, repr=False, compare=False)
 
-    # what becomes of whether two parts keep a pair, and of the states of a block in both
+    # of two parts: whether both together keep a pair, from whether each keeps it; and a block's state, from its states in each
     join: ClassVar[Callable[..., Tensor]]
     join_states: ClassVar[Callable[..., Tensor]]
 
@@ -56,7 +56,7 @@ class _Composite(BlockPattern):
 
     @classmethod
     def of(cls, *patterns: BlockPattern) -> _Composite:
-        """Returns the composition of patterns, in which parts of the same kind are taken apart."""
+        """Returns the composition of patterns. Of one that is a composition of this class, the parts are taken: (a | b) | c has three."""
         return cls(tuple(part for pattern in patterns for part in (pattern.parts if isinstance(pattern, cls) else (pattern,))))
 
     @property
@@ -87,23 +87,23 @@ class _Composite(BlockPattern):
         return type(self)(tuple(part.causal() for part in self.parts))
 
     @property
-    def different(self) -> tuple[BlockPattern, ...]:
-        """The parts that are evaluated: of ``PerHead``, the distinct ones."""
+    def distinct_parts(self) -> tuple[BlockPattern, ...]:
+        """The parts that ``allowed`` and ``mask_mod`` evaluate. ``PerHead`` evaluates a pattern of several heads once."""
         return self.parts
 
     def combined(self, kept: list[Tensor], heads: Tensor) -> Tensor:
-        """Returns ``allowed`` of the whole pattern from that of the ``different`` parts."""
+        """Returns ``allowed`` of the whole pattern from that of each of ``distinct_parts``."""
         return functools.reduce(type(self).join, kept)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        return self.combined([part.allowed(queries, keys, heads, num_positions) for part in self.different], heads)
+        return self.combined([part.allowed(queries, keys, heads, num_positions) for part in self.distinct_parts], heads)
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
-        of_parts = [part.mask_mod(num_positions, num_heads, device) for part in self.different]
+        of_parts = [part.mask_mod(num_positions, num_heads, device) for part in self.distinct_parts]
         return lambda batch, head, q_idx, kv_idx: self.combined([of_part(batch, head, q_idx, kv_idx) for of_part in of_parts], head)
 
     def columns_of(self, part: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        """Returns ``columns`` of a part, which heads may share even if they do not share the whole."""
+        """Returns ``columns`` of a part for all ``heads``. A part that heads share is listed once and repeated for each head."""
         group, row, column = part.columns(grid, heads if part.per_head else heads[:1])
         if part.per_head or len(heads) == 1:
             return group, row, column
@@ -111,17 +111,22 @@ class _Composite(BlockPattern):
         return group, row.repeat(len(heads)), column.repeat(len(heads))
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        """Keys are equal if all parts have equal states and equal keys. They are exact and not hashed: no product overflows."""
+        """Keys are equal just if all parts have equal states and, where they are partial, equal keys.
+
+        A key is the number of such a combination among those that occur, part by part. Numbers are below the number of blocks, so no
+        product overflows; a hash might give two combinations one key.
+        """
         parts = [part.classify(grid, head, row, column) for part in self.parts]
-        whole = functools.reduce(type(self).join_states, (state for state, _ in parts))
-        partial = (whole == PARTIAL).nonzero()[:, 0]
-        joined = torch.zeros_like(partial)
+        states = functools.reduce(type(self).join_states, (state for state, _ in parts))
+        partial = (states == PARTIAL).nonzero()[:, 0]
+        keys = torch.zeros_like(partial)
         for state, key in parts:
             # a part that is full or absent has no mask
             state, key = state[partial], key[partial]
             numbers, num_keys = _numbered(torch.where(state == PARTIAL, key, 0))
-            joined, _ = _numbered((joined * num_keys + numbers) * (FULL + 1) + state)
-        return whole, torch.zeros_like(row).index_put((partial,), joined)
+            # state has one of FULL + 1 values
+            keys, _ = _numbered((keys * num_keys + numbers) * (FULL + 1) + state)
+        return states, torch.zeros_like(row).index_put((partial,), keys)
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,11 @@ class Union(_Composite):
     join, join_states = operator.or_, torch.maximum
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        blocks = []
+        numbers = []
         for part in self.parts:
             group, row, column = self.columns_of(part, grid, heads)
-            blocks.append(grid.block(group * grid.num_rows + row - grid.first_row, column))
-        return grid.listed(torch.unique(torch.cat(blocks)))
+            numbers.append(grid.block_number(group * grid.num_rows + row - grid.first_row, column))
+        return grid.blocks_of(torch.unique(torch.cat(numbers)))
 
     def cost(self, grid: Grid) -> float:
         return sum(part.cost(grid) for part in self.parts)
@@ -148,7 +153,7 @@ class Intersection(_Composite):
     join, join_states = operator.and_, torch.minimum
 
     def causal(self) -> BlockPattern:
-        # one more part, which may be the one that is listed
+        # what one part refuses is refused, so it is enough that Causal is one more part, which may be the one that is listed
         return BlockPattern.causal(self)
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
@@ -183,15 +188,19 @@ class PerHead(_Composite):
         super().check(num_positions, num_heads)
 
     @property
-    def different(self) -> tuple[BlockPattern, ...]:
+    def distinct_parts(self) -> tuple[BlockPattern, ...]:
         return tuple(dict.fromkeys(self.parts))
 
     def combined(self, kept: list[Tensor], heads: Tensor) -> Tensor:
-        owners = [[heads == head for head, part in enumerate(self.parts) if part == owned] for owned in self.different]
-        return functools.reduce(operator.or_, (x & functools.reduce(operator.or_, own) for x, own in zip(kept, owners, strict=True)))
+        # of each distinct part, whether a head is one of its heads
+        owners = [
+            functools.reduce(operator.or_, [heads == head for head, part in enumerate(self.parts) if part == distinct])
+            for distinct in self.distinct_parts
+        ]
+        return functools.reduce(operator.or_, (x & owned for x, owned in zip(kept, owners, strict=True)))
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        shared = {part: part.columns(grid, heads[:1]) for part in self.different if not part.per_head}
+        shared = {part: part.columns(grid, heads[:1]) for part in self.distinct_parts if not part.per_head}
         lists = []
         for group, head in enumerate(heads):
             part = self.parts[head]
@@ -201,11 +210,12 @@ class PerHead(_Composite):
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key, first_key = torch.zeros_like(head, dtype=torch.int8), torch.zeros_like(head), 0
-        number = torch.tensor([self.different.index(part) for part in self.parts], device=grid.device)[head]
-        for i, part in enumerate(self.different):
+        number = torch.tensor([self.distinct_parts.index(part) for part in self.parts], device=grid.device)[head]
+        for i, part in enumerate(self.distinct_parts):
             blocks = (number == i).nonzero()[:, 0]
             state[blocks], keys = part.classify(grid, head[blocks], row[blocks], column[blocks])
             numbers, num_keys = _numbered(keys)
+            # parts choose their keys apart, so those of each begin behind those of the parts before
             key[blocks] = numbers + first_key
             first_key += num_keys
         return state, key
@@ -215,11 +225,12 @@ class PerHead(_Composite):
 
 
 def _numbered(keys: Tensor) -> tuple[Tensor, int]:
-    """Returns the keys numbered from 0 on, and the number of distinct ones."""
-    different, numbers = torch.unique(keys, return_inverse=True)
-    return numbers, different.shape[0]
+    """Returns the number of each key, equal for equal ones, from 0 on; and how many distinct ones there are."""
+    distinct, numbers = torch.unique(keys, return_inverse=True)
+    return numbers, distinct.shape[0]
 
 
+# the kinds of Sparsity, and those that draw blocks by a seed
 KINDS = ("random", "local", "dilated", "global_local", "big_bird")
 _SEEDED = ("random", "big_bird")
 
@@ -234,8 +245,8 @@ class Sparsity(BlockPattern):
     """A pattern of density ``ratio``, whatever the length: ``at(N)`` is the pattern of N positions.
 
     |density(N) − ratio| ≤ k_block / N, which is one block per row; with ``"dilated"`` max(q_block, k_block) / N, since a row keeps all key
-    blocks that hold its positions. Every query has at least one key (with ``"random"`` and
-    ``"dilated"``, at least one block). The density is that without causality; with it, about the same fraction of causal pairs is kept.
+    blocks that hold its positions. Every query has at least one key; with ``"random"`` and ``"dilated"`` at least one block. The density
+    is that without causality. With it, about the same fraction of causal pairs is kept.
 
     Args:
         ratio: fraction of all pairs that is kept, above 0 and at most 1.
@@ -277,18 +288,20 @@ class Sparsity(BlockPattern):
             return LocalWindow(_window(n, ratio * n * n), block_size=block_size)
         if self.kind == "dilated":
             return _dilated(grid, ratio)
-        # g global positions keep about 2·g·N pairs
+        # g global positions keep about 2·g·N pairs, which is a quarter of ratio · N² for g = ratio · N / 8
         block = max(self.q_block, self.k_block)
         num_globals = block if 8 * block <= ratio * n else int(ratio * n / 8)
-        rest = n - num_globals
-        pairs = ratio * n * n - num_globals * (n + rest)
+        num_others = n - num_globals
+        # left for the window: global queries see n keys, and the others see the global keys
+        pairs = ratio * n * n - num_globals * (n + num_others)
         if self.kind == "global_local":
-            return GlobalLocal(_window(rest, pairs), num_globals, block_size=block_size)
+            return GlobalLocal(_window(num_others, pairs), num_globals, block_size=block_size)
         # up to a ratio of a half there are enough blocks outside the window to draw the full number
         num_random = min(3, int(ratio * grid.num_columns / 4)) if ratio <= 0.5 else 0
-        drawing = n - min(n, -(-num_globals // self.q_block) * self.q_block)
-        pairs -= num_random * self.k_block * drawing
-        return BigBird(_window(rest, pairs), num_globals, num_random, self.seed if num_random else 0, block_size=block_size)
+        # rows with global positions draw nothing
+        num_drawing = n - min(n, -(-num_globals // self.q_block) * self.q_block)
+        pairs -= num_random * self.k_block * num_drawing
+        return BigBird(_window(num_others, pairs), num_globals, num_random, self.seed if num_random else 0, block_size=block_size)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         return self.at(num_positions).allowed(queries, keys, heads, num_positions)
@@ -304,23 +317,26 @@ def _window(num_positions: int, pairs: float) -> int:
 
 def _dilated(grid: Grid, ratio: float) -> DilatedBlocks:
     """Returns blocks as far apart as the ratio allows, and as many as it requires."""
-    own = own_count(grid)
-    # a row's own columns are neighbors and must lead to different columns
-    dilation = max(own, int(own / ratio * (1 + 1e-12)))
+    num_own = own_count(grid)
+    # a row's own columns are neighbors and must lead to different columns. 1e-12: a ratio of 1/3 gives 3, however the division is rounded
+    dilation = max(num_own, int(num_own / ratio * (1 + 1e-12)))
     row = grid.rows()
     first_query, last_query = grid.queries(row)
     first, last = own_columns(grid, row)
-    short = grid.num_columns * grid.k_block - grid.num_positions
+    # how many keys the last column lacks
+    missing = grid.num_columns * grid.k_block - grid.num_positions
 
     def pairs(num_blocks: int) -> int:
+        """Counts the pairs of ``DilatedBlocks`` with so many blocks around each own column."""
         before, after = num_blocks // 2, (num_blocks - 1) // 2
         kept = torch.zeros_like(row)
-        for number, column in enumerate((first, last)[:own]):
+        for number, column in enumerate((first, last)[:num_own]):
+            # steps that fit into the sequence after the column, as column // dilation do before it
             steps = (grid.num_columns - 1 - column) // dilation
             keys = ((column // dilation).clamp(max=before) + steps.clamp(max=after) + 1) * grid.k_block
             reaches_end = (steps <= after) & (column + steps * dilation == grid.num_columns - 1)
             # the last row may have only one own column
-            kept += torch.where((last > first) | (number == 0), keys - reaches_end * short, 0)
+            kept += torch.where((last > first) | (number == 0), keys - reaches_end * missing, 0)
         return int((kept * (last_query - first_query + 1)).sum())
 
     num_blocks = _nearest(pairs, ratio * grid.num_positions**2, 1, 2 * (grid.num_columns // dilation + 1))

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, BlockPattern, Blocks, Grid, States, expand
+from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, BlockPattern, Blocks, Grid, States, elements_of
 from dilated_attention.pattern.checks import as_int, check_bool, check_number, shown
 
 
@@ -57,7 +57,7 @@ class _AroundOwn(WholeBlocks):
         column = torch.stack(own_columns(grid, grid.rows())[: own_count(grid)], 1)[:, :, None] + distance[self.keeps_at(distance)]
         index = grid.range(0, grid.num_rows)[:, None, None].expand_as(column)
         inside = (column >= 0) & (column < grid.num_columns)
-        return grid.listed(torch.unique(grid.block(index[inside], column[inside])))
+        return grid.blocks_of(torch.unique(grid.block_number(index[inside], column[inside])))
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class Axial(WholeBlocks):
         if self.width <= grid.q_block:
             return super().columns(grid, heads)
         stretch = (last // self.width + 1) * self.width
-        same_row = expand(first // self.width * self.width // grid.k_block, (stretch.clamp(max=end) - 1) // grid.k_block + 1)
-        index, step = expand(-(last // self.width), (end - 1 - first) // self.width + 1)
+        same_row = elements_of(first // self.width * self.width // grid.k_block, (stretch.clamp(max=end) - 1) // grid.k_block + 1)
+        index, step = elements_of(-(last // self.width), (end - 1 - first) // self.width + 1)
         low = (first[index] + step * self.width).clamp(min=0) // grid.k_block
         high = (last[index] + step * self.width).clamp(max=end - 1) // grid.k_block + 1
-        which, column = expand(low, high)
-        blocks = [grid.block(*blocks) for blocks in (same_row, (index[which], column))]
-        return grid.listed(torch.unique(torch.cat(blocks)))
+        which, column = elements_of(low, high)
+        blocks = [grid.block_number(*blocks) for blocks in (same_row, (index[which], column))]
+        return grid.blocks_of(torch.unique(torch.cat(blocks)))
 
     def cost(self, grid: Grid) -> float:
         return min((self.width + grid.q_block) / grid.k_block + 2 * (grid.num_positions / self.width + 1), grid.num_columns)
@@ -284,7 +284,7 @@ class RandomBlocks(WholeBlocks):
 
     def counts(self, grid: Grid, row: Tensor) -> Tensor:
         """Returns the number of kept blocks in rows of the whole sequence."""
-        rows = grid.whole_rows
+        rows = grid.num_sequence_rows
         total = round(self.ratio * rows * grid.num_columns)
         return (row + 1) * total // rows - row * total // rows
 
@@ -308,7 +308,7 @@ class RandomBlocks(WholeBlocks):
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         rows = grid.rows()
-        index, number = expand(torch.zeros_like(rows), self.counts(grid, rows))
+        index, number = elements_of(torch.zeros_like(rows), self.counts(grid, rows))
         group = grid.range(0, len(heads))[:, None]
         head = self._drawing(torch.tensor(heads, device=grid.device)[:, None])
         row = rows[index]

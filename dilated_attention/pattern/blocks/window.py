@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Blocks, Grid, MaskMod, States, divided, expand, state_of
+from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Blocks, Grid, MaskMod, States, divided, elements_of, state_of
 from dilated_attention.pattern.blocks.whole_blocks import checked_seed, hashed
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
@@ -34,7 +34,7 @@ class IntervalPattern(BlockPattern):
         return low // grid.k_block, (high + (grid.k_block - 1)) // grid.k_block
 
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
-        index, column = expand(*self.stretch(grid, grid.rows()))
+        index, column = elements_of(*self.stretch(grid, grid.rows()))
         return torch.zeros_like(index), index + grid.first_row, column
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
@@ -127,7 +127,7 @@ class Document(IntervalPattern):
             )
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        return super().classify(grid, head, row, column)[0], grid.block(row, column)
+        return super().classify(grid, head, row, column)[0], grid.block_number(row, column)
 
     def cost(self, grid: Grid) -> float:
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
@@ -184,7 +184,7 @@ class GlobalLocal(LocalWindow):
     def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
         num_globals, low, high = self.stretches(grid, grid.rows())
         # two ranges of a row
-        index, column = expand(torch.stack([torch.zeros_like(low), low], 1).flatten(), torch.stack([num_globals, high], 1).flatten())
+        index, column = elements_of(torch.stack([torch.zeros_like(low), low], 1).flatten(), torch.stack([num_globals, high], 1).flatten())
         return torch.zeros_like(index), index // 2 + grid.first_row, column
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
@@ -292,21 +292,21 @@ class BigBird(GlobalLocal):
         # what all heads share is classified once; drawn blocks are whole
         state, key = super().classify(grid, torch.zeros_like(row), row, column)
         group, rows = grid.range(0, len(heads))[:, None], grid.rows()
-        shared = grid.block(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
+        shared = grid.block_number(row - grid.first_row, column) + group * (grid.num_rows * grid.num_columns)
         draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
-        drawn = grid.block((group * grid.num_rows + rows - grid.first_row)[..., None], draws)[draws >= 0]
+        drawn = grid.block_number((group * grid.num_rows + rows - grid.first_row)[..., None], draws)[draws >= 0]
         # drawn blocks are distinct from the others, so no block occurs twice
         blocks, order = torch.cat([shared.flatten(), drawn]).sort()
         full, key = (torch.cat([x.repeat(len(heads)), x.new_ones(len(drawn))])[order] for x in (state == FULL, key))
-        return grid.listed(blocks), full, key
+        return grid.blocks_of(blocks), full, key
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         state, key = super().classify(grid, head, row, column)
         # nothing else reaches a drawn block
         outside = (state == ABSENT).nonzero()[:, 0]
         # blocks of one row are consecutive, so the draws of a row are made once
-        rows, of_row = torch.unique_consecutive((head * grid.whole_rows + row)[outside], return_inverse=True)
-        drawn = self.draws(grid, *divided(rows, grid.whole_rows))[of_row]
+        rows, of_row = torch.unique_consecutive((head * grid.num_sequence_rows + row)[outside], return_inverse=True)
+        drawn = self.draws(grid, *divided(rows, grid.num_sequence_rows))[of_row]
         state[outside] = torch.where((drawn == column[outside, None]).any(-1), FULL, ABSENT).to(state.dtype)
         return state, key
 
