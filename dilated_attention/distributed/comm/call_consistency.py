@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spe
 
 # kinds of calls that a rank remembers, before it forgets all of them
 MOST_KINDS = 4096
+# calls that a rank remembers, such as those of a step's layers
+_MOST_CALLS = 64
 
 
 def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float) -> list[Any]:
@@ -96,6 +99,39 @@ def agreed_call(
         return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
     session = session_of(members, ring.timeout)
     session.raise_if_failed()
+    # of a call like an earlier one nothing is told or made anew
+    call_key = settings, q.shape, k.shape[2], q.dtype, q.device.type, padding is None, bounds
+    agreement = session.agreed_calls.get(call_key)
+    if agreement is None:
+        agreement = _agreement(members, inputs, settings, ring, bounds, live_pattern, check_kernels)
+        if ring.seq_len >= 0 and live_pattern is None:
+            if len(session.agreed_calls) >= _MOST_CALLS:
+                session.agreed_calls.clear()
+            session.agreed_calls[call_key] = agreement
+    session.forwards += 1
+    session.enter(f"call {session.forwards} ({agreement.arguments['function']})", agreement.arguments, agreement.shared)
+    return agreement.seq_len, session.forwards
+
+
+class Agreement(NamedTuple):
+    """What ranks have agreed on for a call: N, the arguments by name, and a text that is equal on all ranks if kind and length are."""
+
+    seq_len: int
+    arguments: Mapping[str, object]
+    shared: str
+
+
+def _agreement(
+    members: Members,
+    inputs: tuple[Any, ...],
+    settings: CallSettings,
+    ring: RingCall,
+    bounds: tuple[int, ...] | None,
+    live_pattern: BlockPattern | None,
+    check_kernels: Callable[[int], str],
+) -> Agreement:
+    q, k, _, padding = inputs[:4]
+    session = session_of(members, ring.timeout)
     (B, n, H, D), seq_len, documents = q.shape, ring.seq_len, hash(bounds or ())
     asks, lives = seq_len < 0, live_pattern is not None
     # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
@@ -135,12 +171,12 @@ def agreed_call(
         if unavailable is not None:
             raise unavailable
         if len(session.agreed) >= MOST_KINDS:
+            # together: else a rank that remembers a call would not hear the others' handshake
             session.agreed.clear()
+            session.agreed_calls.clear()
         session.agreed[kind] = number, arguments
-    session.forwards += 1
     # the tags of messages contain the kind and the length
-    session.enter(f"call {session.forwards} ({arguments['function']})", arguments, f"{number} {seq_len} {ring.layout} {documents}")
-    return seq_len, session.forwards
+    return Agreement(seq_len, arguments, f"{zlib.crc32(f'{number} {seq_len} {ring.layout} {documents}'.encode())}")
 
 
 def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, object]:

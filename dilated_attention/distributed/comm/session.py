@@ -98,6 +98,7 @@ class Session:
         count_when_equal: ``count`` when all ranks were last known to have made the same calls; infinite if nobody can be asked.
         agreed: by kind of call that the ranks have agreed on: (``handshakes`` at that time, arguments). ``call_consistency.py`` adds kinds,
             and forgets all of them when there are too many: on all ranks at the same call, since they make the same calls.
+        agreed_calls: what was agreed on for calls that are alike in length, too, of this rank's last calls (``Agreement``).
         wires: what rows are exchanged by (``p2p.Wire``), by type of device.
     """
 
@@ -111,6 +112,7 @@ class Session:
         self.count_when_equal: float = 0
         self.entries = {0: Entry(0, {})}
         self.agreed: dict[object, tuple[int, Mapping[str, object]]] = {}
+        self.agreed_calls: dict[object, Any] = {}
         self.wires: dict[str, Any] = {}
         default: Any = _get_default_store()
         # of the process that this one was forked from, see _leave_parents_groups
