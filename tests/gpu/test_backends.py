@@ -79,6 +79,8 @@ def draw(rng: random.Random, backend: str, dtype: torch.dtype, head_dim: int) ->
             case = replace(case, **plain, bounds=None, layouts=("contiguous",) * 4)
         if 0 < case.batch * case.heads * case.num_queries * case.num_keys <= MOST_SCORES:
             break
+    if backend == "tiles" and case.softcap is None:
+        case = replace(case, bias=rng.choice(["none", "none", "none", "alibi", "line", "plane"]))
     # one cap only, as flash4 compiles anew for each
     case = replace(case, scale=None, softcap=case.softcap and 1.5)
     if case.window is not None:

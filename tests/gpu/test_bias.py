@@ -1,41 +1,13 @@
-"""Biases by formula on a GPU: this project's kernels against float64, and memory in proportion to N."""
+"""Biases by formula on a GPU take memory in proportion to N. What they compute: test_backends.py, test_blocks.py."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
 import dilated_attention as da
-from dilated_attention.pattern import BigBird
-from dilated_attention.testing import Case, Space, measure, random_case
 
 pytestmark = pytest.mark.gpu
-
-KINDS = ("alibi", "line", "plane")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.bfloat16, 48), (torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 64)]
-)  # fmt: skip
-def test_random_cases_match_float64(dtype: torch.dtype, head_dim: int, kind: str) -> None:
-    """With 128, where Hopper's kernels would be taken without a bias, too."""
-    space = Space(head_dims=(head_dim,), max_length=500, heads_per_kv=(1, 2), layouts=("contiguous", "packed"))
-    for seed in range(12):
-        case = replace(random_case(4000 + seed, space), bias=kind)
-        assert not [result for result in measure(case, "tiles", dtype, "cuda") if not result.passes], case
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lists_of_blocks_match_float64(kind: str) -> None:
-    for offset, causal in ((0, False), (130, True)):
-        case = Case(
-            pattern=BigBird(100, 64, 1), batch=2, num_queries=600 - offset, num_keys=600, query_offset=offset, heads=4, kv_heads=2,
-            head_dim=64, is_causal=causal, lse_grad=True, bias=kind,
-        )  # fmt: skip
-        assert not [result for result in measure(case, "math", torch.bfloat16, "cuda") if not result.passes], case
 
 
 @pytest.mark.alone

@@ -108,6 +108,8 @@ def test_any_case(name: str, head_dim: int, blocks: tuple[int, int], dtype: torc
     assert compared(usual(kinds["none"], num_queries=100, **shape), name, dtype)
     assert compared(usual(window, branches=BRANCHES, **shape), name, dtype) or name in ("triton", "flex")
     assert bool(compared(usual(window, softcap=1.5, **shape), name, dtype)) == capabilities.softcap
+    for bias in ("alibi", "line", "plane"):
+        assert bool(compared(usual(window, bias=bias, **shape), name, dtype)) == capabilities.bias
     assert sum(bool(compared(case, name, dtype)) for case in itertools.islice(drawn(head_dim, blocks), 8 if name == "flex" else 16)) >= 3
 
 

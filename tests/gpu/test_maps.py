@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,65 +10,38 @@ import torch
 
 from dilated_attention import MultiheadDilatedAttention
 from dilated_attention.functional import attention_map, attention_received
-from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, PerHead, TopBlocks, with_sparsity
+from dilated_attention.pattern import TopBlocks
+from dilated_attention.testing import Space, inputs, random_case
+from tests.functional.test_attention_map import mapped
+from tests.helpers.forms import static
 
 pytestmark = pytest.mark.gpu
 
-N, H = 700, 4
-BRANCHES = ([64, 300, 700], [1, 3, 4])
+DEVICE = "cuda"
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
-DOCUMENTS = torch.tensor([0, 200, 201, N], dtype=torch.int32)
-PADDING = torch.arange(N)[None] >= torch.tensor([[N], [333]])
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "zero_keys": {"tail": "zero_keys", "head_offsets": "blocked"},
-    "padding": {"key_padding_mask": PADDING},
-    "documents": {"cu_seqlens": DOCUMENTS, "is_causal": True},
-}
-PATTERNS: dict[str, BlockPattern] = {
-    "window": LocalWindow(70),
-    "per_head": PerHead([LocalWindow(9)] * 3 + [BigBird(20, 5, 1)]),
-    "density": with_sparsity(0.4, "random"),
-    "chosen": TopBlocks(2),
-}
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def to_gpu(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-
-
-def compare(q: torch.Tensor, k: torch.Tensor, branches: tuple[Any, ...], options: dict[str, Any]) -> None:
-    wide = q.double(), k.double()
-    rows = [N - 1, 0, 350]
-    got = attention_map(q.cuda(), k.cuda(), *branches, query_rows=rows, **to_gpu(options))
-    assert got.dtype is torch.float32 and got.is_cuda
-    torch.testing.assert_close(got.double().cpu(), attention_map(*wide, *branches, query_rows=rows, **options), rtol=1e-4, atol=1e-6)
-    expected = attention_received(*wide, *branches, **options)
-    received = attention_received(q.cuda(), k.cuda(), *branches, **to_gpu(options))
-    torch.testing.assert_close(received.double().cpu(), expected, rtol=1e-4, atol=1e-4)
-    if q.dtype is torch.bfloat16:
-        native = attention_received(q.cuda(), k.cuda(), *branches, dtype=q.dtype, **to_gpu(options))
-        torch.testing.assert_close(native.double().cpu(), expected, rtol=0.02, atol=0.02)
+USUAL = Space(window=False, dropout=False, lse_grad=False, max_length=700, head_dims=(64,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("case", CASES)
-def test_dilated(case: str, dtype: torch.dtype) -> None:
-    options = CASES[case]
-    batch = 1 if "cu_seqlens" in options else 2
-    compare(draw(batch, N, H, 64, seed=0, dtype=dtype), draw(batch, N, 2, 64, seed=1, dtype=dtype), BRANCHES, options)
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_blocks(name: str) -> None:
-    q, k = draw(2, N, H, 64, seed=0, dtype=torch.float32), draw(2, N, 2, 64, seed=1, dtype=torch.float32)
-    compare(q, k, (), {"pattern": PATTERNS[name], "is_causal": True})
-    compare(q, k, BRANCHES, {"pattern": PATTERNS[name]})
+@pytest.mark.parametrize("blocks", [False, True], ids=["branches", "blocks"])
+def test_any_case(blocks: bool, dtype: torch.dtype) -> None:
+    for seed in range(16):
+        # sinks of an even seed are float32
+        case = static(replace(random_case(seed, replace(USUAL, blocks=blocks)), mixture_grad="exact", seed=2 * seed))
+        if blocks and seed == 0:
+            case = replace(case, pattern=TopBlocks(8), padding="none", bounds=None)
+        x, exact = inputs(case, dtype, DEVICE), inputs(case, dtype)
+        exact = replace(exact, q=exact.q.double(), k=exact.k.double(), sinks=None if exact.sinks is None else exact.sinks.double())
+        (tensors, options), (wide, of_wide) = mapped(case, x), mapped(case, exact)
+        rows = [case.num_queries - 1, 0, case.num_queries // 2] if case.num_queries else []
+        got = attention_map(**tensors, query_rows=rows, **options)
+        assert got.dtype is torch.float32 and got.device.type == DEVICE
+        torch.testing.assert_close(got.double().cpu(), attention_map(**wide, query_rows=rows, **of_wide), rtol=1e-4, atol=1e-6)
+        expected = attention_received(**wide, **of_wide)
+        torch.testing.assert_close(attention_received(**tensors, **options).double().cpu(), expected, rtol=1e-4, atol=1e-4)
+        if dtype is torch.bfloat16:
+            native = attention_received(**tensors, dtype=dtype, **options)
+            torch.testing.assert_close(native.double().cpu(), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.xdist_group("large")
@@ -90,11 +64,10 @@ def test_a_million_positions_need_memory_for_the_result_and_a_chunk() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_xpos_layer(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer = MultiheadDilatedAttention(256, H, *BRANCHES, rotary=True, xpos_scale_base=64.0, num_kv_heads=2)
-    x = draw(1, N, 256, seed=2, dtype=torch.float32)
-    options: dict[str, Any] = {"is_causal": True, "cu_seqlens": DOCUMENTS}
-    expected = layer.double()(x.double(), **options)[0]
-    got = layer.to("cuda", dtype)(x.to("cuda", dtype), **to_gpu(options))[0]
+    layer = MultiheadDilatedAttention(256, 4, [64, 300, 700], [1, 3, 4], rotary=True, xpos_scale_base=64.0, num_kv_heads=2)
+    x, bounds = torch.randn(1, 700, 256), torch.tensor([0, 200, 201, 700], dtype=torch.int32)
+    expected = layer.double()(x.double(), is_causal=True, cu_seqlens=bounds)[0]
+    got = layer.to(DEVICE, dtype)(x.to(DEVICE, dtype), is_causal=True, cu_seqlens=bounds.to(DEVICE))[0]
     assert bool(got.isfinite().all())
     tolerance = 1e-3 if dtype is torch.float32 else 0.1
     torch.testing.assert_close(got.double().cpu(), expected, rtol=tolerance, atol=tolerance)
