@@ -14,9 +14,11 @@ from dilated_attention.functional import decode_attention, explain_decode
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, Stepper, prefill
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow, Strided
 from dilated_attention.testing import low_precision_bound, max_error
+from tests.engine.test_decode import LAYOUTS, laid_out
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = "cuda"
 PATTERNS: dict[str, Any] = {
     "dense": None,
     "longnet": DilatedPattern((256, 1024, 2048), (1, 4, 12)),
@@ -28,35 +30,22 @@ PATTERNS: dict[str, Any] = {
 
 
 def case(seed: int, dtype: torch.dtype, head_dim: int, name: str) -> tuple[torch.Tensor, Cached, Any, torch.Tensor]:
-    """q (B, H, D), a cache of a random layout, the runs, the positions."""
+    """q (B, H, D), a cache of a random layout, NaN where no row is, the runs, the positions."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     kv_heads, group, batch, n = draw.choice([1, 2, 4]), draw.choice([1, 1, 2, 4, 7]), draw.choice([1, 3]), draw.choice([300, 2500])
-    heads = kv_heads * group
-    k, v = (torch.randn(batch, n, kv_heads, head_dim, device="cuda").to(dtype) for _ in range(2))
-    cached = Cached(k, v)
-    keys = row_keys(PATTERNS[name], heads, kv_heads, n, "cuda")
-    positions = torch.tensor([draw.randrange(n) for _ in range(batch)], device="cuda")
-    if draw.random() < 0.5:
-        page = draw.choice([16, 128])
-        count = -(-n // page)
-        table = torch.randperm(batch * count, device="cuda").view(batch, count)
-        stores = []
-        for x in (k, v):
-            store = x.new_full((batch * count, page, kv_heads, head_dim), torch.nan)
-            store[table] = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, count * page - n)).view(batch, count, page, kv_heads, head_dim)
-            stores.append(store)
-        cached = Cached(stores[0], stores[1], table.to(torch.int32))
-    elif keys.span < n:
-        positions.fill_(n - 1)
-        at = torch.arange(n - keys.span, n, device="cuda")
-        stores = [x.new_empty(batch, keys.span, kv_heads, head_dim) for x in (k, v)]
-        for store, x in zip(stores, (k, v), strict=True):
-            store[:, at % keys.span] = x[:, at]
-        cached = Cached(stores[0], stores[1], wraps=True)
-    keys.prepare(positions.tolist())
-    q = torch.randn(batch, heads, head_dim, device="cuda").to(dtype)
-    return q, cached, keys.runs(positions), positions
+    k, v = (torch.randn(batch, n, kv_heads, head_dim).to(dtype) for _ in range(2))
+    keys, at, layout = (
+        row_keys(PATTERNS[name], kv_heads * group, kv_heads, n, DEVICE),
+        draw.choices(range(n), k=batch),
+        draw.choice(LAYOUTS),
+    )
+    stores = laid_out(layout, k, v, at, keys.span, draw.choice([16, 128]))
+    k, v, table = (x if x is None else x.to(DEVICE) for x in stores)
+    keys.prepare(at)
+    positions = torch.tensor(at, device=DEVICE)
+    q = torch.randn(batch, kv_heads * group, head_dim).to(DEVICE, dtype)
+    return q, Cached(k, v, table, wraps=layout == "round" and keys.span < n), keys.runs(positions), positions
 
 
 def judge(dtype: torch.dtype, head_dim: int, name: str, backend: str, seeds: range) -> None:
