@@ -14,6 +14,7 @@ import torch
 from dilated_attention import BackendUnavailable, DilatedPattern, attention, dilated_attention
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.testing import Case, Space, inputs, largest, measure, random_case
+from tests.helpers.gpu_memory import peak_of
 
 pytestmark = pytest.mark.gpu
 
@@ -166,12 +167,7 @@ def test_views_are_not_copied(backend: str) -> None:
     def call() -> torch.Tensor:
         return dilated_attention(q, k, v, [4096], [4], head_offsets="zero", backend=backend)  # type: ignore[no-any-return]
 
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    extra = torch.cuda.max_memory_allocated() - before
+    extra = peak_of(call)
     out, part, lse = q.numel() * 2, q.numel() // 4 * 2, N * H * 4
     # dense lse for the whole (twice: inside and as returned) and the part's own, padded at most to twice its size
     allowed = out + part + 2 * lse + lse // 2 + 2**20

@@ -9,6 +9,7 @@ from benchmarks.case import Case
 from benchmarks.truth import Truth
 from dilated_attention import DilatedAttention, DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from dilated_attention.engine.branches import places
+from tests.helpers.gpu_memory import captured, peak_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
@@ -49,15 +50,7 @@ def test_both_passes_in_one_cuda_graph(causal: bool) -> None:
         out = dilated_attention(q, k, v, LENGTHS, PAPER, is_causal=causal)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     # calls of other lengths, which take the places of the captured one's tables in all caches
     for n in range(1000, 1600):
         dilated_attention(*(x[:, :n] for x in (q, k, v)), LENGTHS, PAPER, is_causal=causal)
@@ -68,8 +61,8 @@ def test_both_passes_in_one_cuda_graph(causal: bool) -> None:
         graph.replay()
         torch.cuda.synchronize()
         expected = step()
-        torch.testing.assert_close(captured[0], expected[0], atol=0, rtol=0)
-        for found, true in zip(captured[1:], expected[1:], strict=True):
+        torch.testing.assert_close(results[0], expected[0], atol=0, rtol=0)
+        for found, true in zip(results[1:], expected[1:], strict=True):
             # dq is summed by atomics, in no fixed order
             torch.testing.assert_close(found, true, atol=0.02, rtol=0.02)
 
@@ -99,17 +92,6 @@ def test_compiled_max_autotune_equals_eager(kind: str) -> None:
             torch.testing.assert_close(x, y, atol=2e-2 * float(y.abs().max()), rtol=2e-2)
 
 
-def peak_extra(function: object) -> int:
-    function()  # type: ignore[operator]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = function()  # type: ignore[operator]
-    torch.cuda.synchronize()
-    kept_bytes = sum(x.numel() * x.element_size() for x in kept)
-    return torch.cuda.max_memory_allocated() - before - kept_bytes
-
-
 @pytest.mark.xdist_group("large")
 @pytest.mark.parametrize(
     ("n", "heads", "dim", "lengths", "rates"),
@@ -133,8 +115,8 @@ def test_transient_memory_keeps_to_the_limit(n: int, heads: int, dim: int, lengt
             return dilated_attention(q, k, v, lengths, rates, return_lse=True)  # type: ignore[no-any-return]
 
     out = dilated_attention(q, k, v, lengths, rates)
-    forward_extra = peak_extra(forward)
-    backward_extra = peak_extra(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    forward_extra = peak_of(forward) - sum(x.nbytes for x in forward())
+    backward_extra = peak_of(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)) - 3 * q.nbytes
     sizes = " / ".join(f"{size / 2**20:.0f}" for size in (forward_extra, backward_extra, limit, backward_limit))
     print(f"N {n} {heads}x{dim}: transient forward / backward, limits: {sizes} MiB")
     assert forward_extra <= limit and backward_extra <= backward_limit

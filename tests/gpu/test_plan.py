@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from dilated_attention import attention, block_sparse_attention, dilated_attention
-from dilated_attention.backends import AttentionRequest, detect, registry
+from dilated_attention.backends import detect
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.factory import create_model
 from dilated_attention.models import LongNetLM
 from dilated_attention.pattern import DilatedPattern, LocalWindow, with_sparsity
 from dilated_attention.planning import plan_attention, plan_model
+from tests.gpu.test_backends import need
 from tests.helpers.gpu_memory import bare, is_shared, others_hold, peak_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
@@ -62,8 +63,7 @@ def test_planned_peaks_are_what_the_gpu_takes(kind: str, training: bool, heads: 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 12, 64), (16, 4, 128)])
 def test_counted_peaks_of_tiles_are_what_the_gpu_takes(training: bool, mixture_grad: str, heads: int, kv_heads: int, dim: int) -> None:
-    if registry.get("tiles").reasons_against(AttentionRequest(hardware=detect("cuda"), dtype=torch.bfloat16, head_dim=dim)):
-        pytest.skip("tiles cannot run on this GPU")
+    need("tiles", head_dim=dim)
     n, pattern = 2**16, DilatedPattern(**LONGNET)
     counted = attention_memory(
         pattern, n, heads, dim, num_kv_heads=kv_heads, dtype=torch.bfloat16, hardware=detect("cuda"), needs_grad=training,

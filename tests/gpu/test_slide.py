@@ -9,6 +9,7 @@ import torch
 
 from dilated_attention import create_model
 from dilated_attention.models.images.slides import grid_positions
+from tests.helpers.gpu_memory import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.no_poison]
 
@@ -26,28 +27,14 @@ def make_step(
     coords = torch.randint(200_000, (1, TILES, 2), device="cuda")
 
     def step() -> torch.Tensor:
+        # gradients of a graph lie in its own memory and are written anew by each replay
+        model.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss: torch.Tensor = model(tiles, coords).float().square().sum()
         loss.backward()
         return loss.detach()
 
     return model, tiles, coords, step
-
-
-def capture(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    # gradients of the graph lie in its own memory and are written anew by each replay
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-    return graph, loss
 
 
 def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -57,7 +44,7 @@ def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_captured_training_step_equals_an_eager_one(autocast: bool) -> None:
     model, tiles, coords, step = make_step(autocast=autocast, dropout=0.0, drop_path=0.0)
-    graph, loss = capture(model, step)
+    graph, loss = captured(step)
     for seed in range(2):
         torch.manual_seed(10 + seed)
         tiles.copy_(torch.randn_like(tiles))
@@ -66,7 +53,6 @@ def test_a_captured_training_step_equals_an_eager_one(autocast: bool) -> None:
         torch.cuda.synchronize()
         found, found_loss = grads_of(model), loss.clone()
         replayed = {name: p.grad for name, p in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
         expected_loss = step()
         expected = grads_of(model)
         torch.testing.assert_close(found_loss, expected_loss, rtol=1e-3, atol=0)
@@ -84,7 +70,7 @@ def test_a_captured_training_step_equals_an_eager_one(autocast: bool) -> None:
 
 def test_dropout_and_drop_path_draw_anew_in_each_replay() -> None:
     model, _, _, step = make_step(dropout=0.25, drop_path=0.5)
-    graph, loss = capture(model, step)
+    graph, loss = captured(step)
     losses, grads = [], []
     for _ in range(4):
         graph.replay()

@@ -19,6 +19,7 @@ from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.testing import Result, inputs, results
 from tests.distributed.test_ring import BATCH, check, judge
 from tests.helpers import ring_cases
+from tests.helpers.gpu_memory import captured
 from tests.helpers.machine import ON_CPU, share, worlds
 from tests.helpers.pool import Pool, here, patience
 from tests.helpers.ring_cases import WHOLE, Kernel, Spread, draw, positions
@@ -132,16 +133,7 @@ def replayed(rank: int, world: int, spread: Spread) -> tuple[bool, Result]:
     tensors, function = shard(spread, rank, world), plainly(spread)
     graph = None
     if here().type == "cuda":
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                step_of(function, tensors)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step_of(function, tensors)
+        graph, results = captured(lambda: step_of(function, tensors))
     equal = True
     given = [x.detach().clone() for x in tensors]
     for factor in (2.0, 0.5, 1.0):
@@ -149,11 +141,11 @@ def replayed(rank: int, world: int, spread: Spread) -> tuple[bool, Result]:
             for x, first in zip(tensors, given, strict=True):
                 x.copy_(first * factor)
         if graph is None:
-            captured = step_of(function, tensors)
+            results = step_of(function, tensors)
         else:
             graph.replay()
             torch.cuda.synchronize()
-        found = [x.clone() for x in captured]
+        found = [x.clone() for x in results]
         equal &= all(map(torch.equal, found, step_of(function, tensors)))
     return equal, dict(zip(("out", "dq", "dk", "dv"), (x.cpu() for x in found), strict=True))
 

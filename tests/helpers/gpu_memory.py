@@ -1,4 +1,4 @@
-"""What GPU tests ask of the memory of a GPU that other processes may share."""
+"""What GPU tests ask of a GPU that other processes may share: its memory, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -44,3 +44,19 @@ def peak_of(run: Callable[[], Any]) -> int:
     torch.cuda.synchronize()
     del kept
     return torch.cuda.max_memory_allocated() - before
+
+
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a step, and the results that each replay writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        # which compile and plan
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
