@@ -89,8 +89,7 @@ def norm(weights: Weights, name: str, x: torch.Tensor, eps: float) -> torch.Tens
     """LayerNorm, or x itself where the weights have none of this name."""
     if f"{name}.weight" not in weights:
         return x
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
 
 
 def attention(weights: Weights, prefix: str, x: torch.Tensor, shape: Shape) -> torch.Tensor:
