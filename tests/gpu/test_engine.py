@@ -18,8 +18,8 @@ PAPER = [1, 2, 4, 6, 12]
 GEOMETRIC = [1, 2, 4, 8, 16]
 
 
-def make(n: int, heads: int, dim: int, *, grad: bool = True, batch: int = 1) -> list[torch.Tensor]:
-    return [torch.randn(batch, n, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(4)]
+def make(n: int, heads: int, dim: int, *, batch: int = 1) -> list[torch.Tensor]:
+    return [torch.randn(batch, n, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
 
 
 @pytest.mark.parametrize(
