@@ -27,7 +27,7 @@ USUAL = Space(window=False, dropout=False, lse_grad=False, max_length=700, head_
 def test_any_case(blocks: bool, dtype: torch.dtype) -> None:
     for seed in range(16):
         # sinks of an even seed are float32
-        case = static(replace(random_case(seed, replace(USUAL, blocks=blocks)), mixture_grad="exact", seed=2 * seed))
+        case = static(replace(random_case(seed, replace(USUAL, blocks=blocks)), mixture_grad="exact"))
         if blocks and seed == 0:
             case = replace(case, pattern=TopBlocks(8), padding="none", bounds=None)
         x, exact = inputs(case, dtype, DEVICE), inputs(case, dtype)
