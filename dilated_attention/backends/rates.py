@@ -2,8 +2,8 @@
 
 A row holds the rates of one kind of call (``RateKind``) at one head dim and one length. Which rows apply to a request:
 
-* Its kind is that of the rows. Rows were timed without padding masks, windows, dropout and deterministic gradients, so a request with any
-  of these has no kind.
+* Its kind is that of the rows. Rows were timed without padding masks, dropout and deterministic gradients, so a request with any of these
+  has no kind. Those of windows were timed with 1,024 keys a query.
 * Kernels round head dims up. So the head dim is the smallest measured one that is not below the request's; the largest if all are below.
 * Of these rows each backend takes, among those that have it, the one whose length is nearest by ratio; of two equally near ones the longer.
   An unknown length takes the longest.
@@ -32,12 +32,14 @@ _SAME_RATE = 0.03
 
 
 class RateKind(NamedTuple):
-    """A kind of call. ``dtype_class``: ``"half"`` or ``"float32"``; ``blocks``: a call on lists of blocks."""
+    """A kind of call. ``dtype_class``: ``"half"`` or ``"float32"``; ``blocks``: a call on lists of blocks; ``window``: a dense one with a
+    window."""
 
     pass_name: str
     dtype_class: str
     causal: bool
     blocks: bool
+    window: bool = False
 
 
 class RateRow(NamedTuple):
@@ -60,14 +62,14 @@ class RateTable:
     def tflops(self, request: AttentionRequest) -> dict[str, float]:
         """Returns the rates that apply to ``request`` (by the rule in the module docstring); empty if none do."""
         dtype_class, blocks = _DTYPE_CLASSES.get(request.dtype), request.blocks is not None
-        unmeasured = request.key_mask or request.window or request.dropout or (request.deterministic and request.needs_grad)
+        unmeasured = request.key_mask or request.dropout or (request.deterministic and request.needs_grad)
         # block lists were timed with whole 128x128 blocks; the rows also apply to lists with some masked blocks
         unmeasured |= request.blocks not in (None, (128, 128)) or request.precision != "native"
         if dtype_class is None or unmeasured:
             return {}
-        # lists contain the causal mask, so their rows are not causal, whatever the request says
-        causal = request.causal and not blocks
-        rows = self.rows.get(RateKind("backward" if request.needs_grad else "forward", dtype_class, causal, blocks))
+        # lists contain the causal mask and windows nearly all of it, so their rows are not causal, whatever the request says
+        causal = request.causal and not blocks and not request.window
+        rows = self.rows.get(RateKind("backward" if request.needs_grad else "forward", dtype_class, causal, blocks, request.window))
         if not rows:
             return {}
         dims = {row.head_dim for row in rows}
@@ -89,7 +91,7 @@ def table_of(architecture: str) -> RateTable | None:
     content = json.loads(path.read_text(encoding="utf-8"))
     rows: dict[RateKind, list[RateRow]] = {}
     for row in content["rows"]:
-        kind = RateKind(row["pass"], row["dtype"], row["causal"], row.get("blocks", False))
+        kind = RateKind(row["pass"], row["dtype"], row["causal"], row.get("blocks", False), row.get("window", False))
         rows.setdefault(kind, []).append(RateRow(row["head_dim"], row["length"], row["tflops"]))
     return RateTable(content["device"], content["date"], content["source"], rows)
 

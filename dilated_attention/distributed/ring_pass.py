@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, ResolvedCall, positions_as_places, record_of
-from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import DilatedPattern, pattern_from_spec
 
 # what ``exchange`` may be, besides "auto"; "ring" and "2d" run as "auto"
@@ -60,15 +61,20 @@ class ResolvedRing(ResolvedCall):
     def name(self) -> str:  # type: ignore[override]
         return op_name(self.settings)
 
+    @cached_property
+    def computes(self) -> CallSettings:
+        """The settings by which it is computed; ranks agree on those of the caller."""
+        return as_dense(self.settings, self.device_type)
+
     def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         ring = ring_call(self.settings)
         members, bounds = members_named(ring.group_name), None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
 
         def check_kernels(seq_len: int) -> str:
             """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
-            if self.settings.branches is not None:
-                check_branches(self.settings, inputs[:3], seq_len, has_padding=inputs.key_padding_mask is not None)
-            if not self.settings.blocks:
+            if self.computes.branches is not None:
+                check_branches(self.computes, inputs[:3], seq_len, has_padding=inputs.key_padding_mask is not None)
+            if not self.computes.blocks:
                 return ""
             return RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).setup.digest
 
@@ -122,7 +128,7 @@ class RingPass:
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
         documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
-        setup = make_setup(self.members, self.tensors, documents, self.call.settings, self.ring, self.padding)
+        setup = make_setup(self.members, self.tensors, documents, self.call.computes, self.ring, self.padding)
         tensors, rank = self.tensors, self.members.rank
         session = None if self.members.group is None else sessions.get(self.members.group)
         if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or setup.moves):
@@ -273,7 +279,7 @@ def why_no_heads(num_heads: int, num_kv_heads: int, parts: int, branch_heads: st
 def exchange_of(name: str, layout: str, size: int, num_heads: int, num_kv_heads: int, *, is_dense: bool, is_causal: bool) -> str:
     """Returns the exchange that ``name`` stands for. ``"auto"`` divides the heads (``"all_to_all"``) only for dense causal calls on
     contiguous shards, where the last rank would have most of the work. Elsewhere needed keys are fewer bytes, or travel while others are
-    computed."""
+    computed. ``is_dense``: without a window, or with one longer than a shard."""
     if name in ("all_gather", "all_to_all"):
         return name
     uneven = is_dense and is_causal and layout == "contiguous" and size > 1
@@ -394,7 +400,9 @@ def make_setup(
     (B, _, H, D), Hk = q.shape, k.shape[2]
     blocks, pattern = pattern_from_spec(settings.blocks) if settings.blocks else None, settings.pattern if settings.branches else None
     is_dense = blocks is None and pattern is not None and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= N
-    exchange = exchange_of(ring.exchange, ring.layout, size, H, Hk, is_dense=is_dense, is_causal=settings.is_causal)
+    # with a window that is no longer than a shard, only the first rank has less work
+    is_even = bool(settings.window) and 0 <= settings.window[0] <= N // size
+    exchange = exchange_of(ring.exchange, ring.layout, size, H, Hk, is_dense=is_dense and not is_even, is_causal=settings.is_causal)
     by_heads, moves, first, last, kv_heads = exchange == "all_to_all", None, 0, H, Hk
     # with ``by_heads`` a rank needs no other, so the problem is one of a single rank. Nothing here may hold the group: a setup outlives
     # groups, and another group may get the same name

@@ -81,6 +81,7 @@ def attention_memory(
     backend: str = "auto",
     detached: bool = False,
     dropout_p: float = 0.0,
+    window: tuple[int, ...] = (),
     keys: tuple[int, int] | None = None,
     host_ms: tuple[float, float] = (0.0, 0.0),
 ) -> MemoryEstimate:
@@ -101,6 +102,7 @@ def attention_memory(
         hardware: the machine; None for this one's CPU.
         is_causal, key_padding_mask, backend, dropout_p: as in the call.
         detached: mixing is detached.
+        window: as in ``CallSettings``.
         needs_grad: whether to include the backward. The estimate assumes no gradient of lse.
         keys: (keys in memory, the first query's position among them) of a rank whose queries see more keys than are its own. Only its
             own keys and their gradients are counted here.
@@ -113,7 +115,7 @@ def attention_memory(
     machine = hardware or detect("cpu")
     branches = pattern.segment_lengths, pattern.dilation_rates, pattern.head_offsets, pattern.branch_heads, pattern.tail
     settings = CallSettings(
-        branches, "", (), is_causal, detached, False, needs_grad, backend, "native", 0.0, False, "", (), D**-0.5, dropout_p
+        branches, "", window, is_causal, detached, False, needs_grad, backend, "native", 0.0, False, "", (), D**-0.5, dropout_p
     )
     q, k = (torch.empty((B, N, heads, D), dtype=dtype, device="meta") for heads in (H, Hk))
     given: dict[str, Any] = {}

@@ -22,14 +22,12 @@ from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
 from dilated_attention.engine.ops.transforms import is_eager
 from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names
-from dilated_attention.pattern import MAX_LENGTH, BlockPattern
+from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 # an internal option, with a name that is no identifier. With it ``attend`` does not run the call, but returns it with its inputs. Its value
 # says whether the call needs gradients
 RESOLVES = "resolves: needs_grad"
-# dense attention as branches, with head_offsets="zero": one segment longer than any sequence, which plans cut to the sequence
-DENSE = ((MAX_LENGTH,), (1,))
 
 
 def attend(

@@ -16,7 +16,8 @@ from dilated_attention.distributed.ring_pass import (
     ring_block_sparse_dilated_attention_op,
 )
 from dilated_attention.distributed.sharding.layout import Layout
-from dilated_attention.functional.arguments import DENSE, attend, branches_of
+from dilated_attention.engine.ops.settings import DENSE
+from dilated_attention.functional.arguments import attend, branches_of
 from dilated_attention.functional.options import LocalBranchOptions, LocalOptions, RingBranchOptions, RingOptions, shows_options
 from dilated_attention.pattern import BlockPattern, from_block_mask
 from dilated_attention.pattern.checks import shown
@@ -79,7 +80,7 @@ def attention(
 
     All other arguments, results and errors are those of ``dilated_attention``.
     """
-    return attend("attention", options, q, k, v, DENSE, window=check.check_window(window), head_offsets="zero", precision=precision)
+    return attend("attention", options, q, k, v, DENSE[:2], window=check.check_window(window), head_offsets="zero", precision=precision)
 
 
 @shows_options
@@ -152,7 +153,7 @@ def ring_dilated_attention(
         layout: ``"contiguous"`` · ``"zigzag"`` · ``"striped"`` · a ``Layout``: which process holds which positions. A striped sequence
             needs an additional exchange to reorder it, and another to restore its order. ``balanced_layout`` returns a ``Layout`` that
             gives all processes equal work, of packed documents, too.
-        exchange: ``"auto"``: ``"all_to_all"`` for contiguous causal dense shards · ``"all_gather"``:
+        exchange: ``"auto"``: ``"all_to_all"`` for contiguous causal dense shards, but for short windows · ``"all_gather"``:
             remote keys arrive in one exchange, or of some heads at a time · ``"all_to_all"``: each process computes some heads of the
             whole sequence · ``"ring"``, ``"2d"``: run as ``"auto"``, and the log says so once.
         mixture_grad: see ``dilated_attention``.
@@ -198,7 +199,7 @@ def ring_attention(
     All other arguments, results and errors are those of ``ring_dilated_attention``.
     """
     return attend(
-        "ring_attention", options, q, k, v, DENSE, None, ring_attention_op,
+        "ring_attention", options, q, k, v, DENSE[:2], None, ring_attention_op,
         layout=layout, exchange=exchange, window=check.check_window(window), ranks_per_node=ranks_per_node, head_offsets="zero",
     )  # fmt: skip
 

@@ -12,8 +12,9 @@ from dilated_attention import validation as check
 from dilated_attention.engine.attention_rows import KeySide
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import without_autocast
+from dilated_attention.engine.ops.settings import DENSE
 from dilated_attention.engine.ops.transforms import refuse_transforms
-from dilated_attention.functional.arguments import DENSE, attend, autocast, checked_settings
+from dilated_attention.functional.arguments import attend, autocast, checked_settings
 from dilated_attention.functional.calls import checked_pattern
 from dilated_attention.functional.options import DEFAULTS, BranchOptions, MapOptions, Options, check_names, shows_options
 from dilated_attention.pattern import BlockPattern, DilatedPattern, TopBlocks
@@ -225,7 +226,7 @@ def attention_received(
     call: dict[str, Any] = {**options, "backend": backend}
     of_branches = None if branches is None else (branches.segment_lengths, branches.dilation_rates)
     if branches is None and blocks is None:
-        of_branches, call["head_offsets"] = DENSE, "zero"
+        of_branches, call["head_offsets"] = DENSE[:2], "zero"
     # the caller's inference mode would make a backward impossible, and the caller's autocast would round the tensors
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         q, k = (_ordinary(x, wide if dtype is None else dtype) for x in (q, k))

@@ -28,7 +28,7 @@ from dilated_attention.engine.memory import MemoryEstimate, attention_memory
 from dilated_attention.pattern import BlockPattern, DilatedPattern, Intersection, MaskFunction, PerHead, Sparsity, Union
 from dilated_attention.pattern.blocks.base import FULL, PARTIAL, head_of, state_of
 from dilated_attention.pattern.blocks.block_lists import kept_blocks
-from dilated_attention.planning.problem import Problem
+from dilated_attention.planning.problem import WHOLE, Problem
 
 # names and sizes of what is in memory: (what, bytes)
 Terms = list[tuple[str, int]]
@@ -268,6 +268,8 @@ def exchange_of(problem: Problem) -> Exchange:
 def memory_of(problem: Problem) -> MemoryEstimate:
     """Returns the peak memory of the forward and, with ``training``, of the backward, on one process. Counted are inputs, results and what
     is allocated between them, the caller's tensors included; not torch itself, nor memory that its allocator keeps in reserve."""
+    if problem.computes == "block_sparse" and problem.world_size == 1 and problem.window is not None:
+        return engine_estimate(problem, problem.num_positions, WHOLE, window=problem.window)
     if problem.computes == "block_sparse":
         passes = _block_terms(problem, False), _block_terms(problem, True)
     elif problem.world_size > 1:

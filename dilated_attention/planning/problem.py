@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, detect, registry
+from dilated_attention.engine.ops.settings import window_of
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
@@ -77,6 +78,11 @@ class Problem:
         # this holds for a zigzag, too: its longer runs come first, so no rank gets a second one before every rank has one
         return -(-self.num_positions // self.world_size)
 
+    @property
+    def window(self) -> tuple[int, ...] | None:
+        """The window of dense attention that computes a block pattern (see ``window_of``); None where lists of blocks do."""
+        return window_of(self.pattern, self.hardware.device_type)
+
     def of_length(self, num_positions: int) -> Problem:
         """Returns the same call at another length."""
         return replace(self, num_positions=num_positions)
@@ -84,12 +90,12 @@ class Problem:
     def backend(self, *, backward: bool, length: int, block_masks: str = "none") -> tuple[str, AttentionRequest]:
         """Returns (name, request) of the backend that is chosen for problems of ``length`` rows. Of block lists, ``length`` is the mean
         number of keys of a row, and ``block_masks`` the kind of masks. Raises BackendUnavailable if no backend supports the request."""
-        pattern = self.pattern
         request = AttentionRequest(
             hardware=self.hardware, dtype=self.dtype, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            causal=self.is_causal, needs_grad=backward, length=length, block_masks=block_masks,
-            blocks=(pattern.q_block, pattern.k_block) if isinstance(pattern, BlockPattern) else None,
+            causal=self.is_causal, needs_grad=backward, length=length, window=bool(self.window),
         )  # fmt: skip
+        if isinstance(self.pattern, BlockPattern) and self.window is None:
+            request = replace(request, blocks=(self.pattern.q_block, self.pattern.k_block), block_masks=block_masks)
         return registry.select(request).name, request
 
 

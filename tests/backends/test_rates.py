@@ -92,7 +92,7 @@ def test_shipped_tables_name_backends_that_exist() -> None:
         assert table is not None and table.rows and table.source and table.device and table.date
         for kind, rows in table.rows.items():
             assert kind.pass_name in ("forward", "backward") and kind.dtype_class in ("half", "float32")
-            assert {type(kind.causal), type(kind.blocks)} == {bool}
+            assert {type(kind.causal), type(kind.blocks), type(kind.window)} == {bool}
             for row in rows:
                 assert row.head_dim >= 1 and row.length >= 1 and set(row.tflops) <= set(registry.names())
                 assert list(row.tflops.values()) == sorted(row.tflops.values(), reverse=True) and min(row.tflops.values()) > 0
@@ -104,7 +104,7 @@ def test_the_explanation_says_what_made_the_order() -> None:
     assert shipped is not None
     explanation = explain_backend(hardware=HOPPER, dtype=BF16)
     assert explanation.forward_basis == explanation.as_dict()["forward_basis"] == f"shipped table ({shipped.source}, {shipped.date})"
-    assert explain_backend(hardware=HOPPER, dtype=BF16, window=True).forward_basis == "architecture order"
+    assert explain_backend(hardware=HOPPER, dtype=BF16, dropout_p=0.5).forward_basis == "architecture order"
     assert registry.ranking(ask())["sdpa_cpu"] == "order of registration"
     assert explain_backend(device="cpu", backend="math").forward_basis == "asked for by name"
     with pytest.raises(ValueError, match="length is -1"):

@@ -58,6 +58,8 @@ def measured(rank: int, world: int, spreads: list[Spread], dtype: torch.dtype) -
 def by_heads(spread: Spread, world: int) -> bool:
     case, pattern = spread.case, spread.case.pattern
     is_dense = pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= case.num_keys
+    # a window that is no longer than a shard
+    is_dense = is_dense and (case.window is None or case.window[0] is None or case.window[0] > case.num_keys // world)
     sizes = world, case.heads, case.kv_heads
     return ring_pass.exchange_of(spread.exchange, spread.layout, *sizes, is_dense=is_dense, is_causal=case.is_causal) == "all_to_all"
 

@@ -14,6 +14,7 @@ from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends.flash import flash3
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.ops.prepare import make_plan
+from dilated_attention.engine.ops.settings import DENSE
 from dilated_attention.functional import arguments
 from dilated_attention.functional.options import Options as CallOptions
 from dilated_attention.testing import max_error
@@ -64,7 +65,7 @@ def check_a_range(backend: str, pattern: DilatedPattern, bounds: tuple[int, ...]
 
         dtype, backend = torch.float32, "math"
     q, k, v, dout = (x.detach().to(dtype) for x in (q[:, some], k, v, dout[:, some]))
-    settings = arguments.checked_settings(q, k, v, CallOptions(**options, backend=backend), arguments.DENSE)
+    settings = arguments.checked_settings(q, k, v, CallOptions(**options, backend=backend), DENSE[:2])
     settings = settings._replace(query_offset=some.start)
     about = {"documents": tuple(itertools.pairwise(bounds)), "pattern": pattern, "num_keys": n, "runner": runner}
     plan = make_plan(settings, (q, k, v), False, **about)

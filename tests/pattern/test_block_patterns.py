@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dilated_attention import pattern as patterns
+from dilated_attention.engine.ops.settings import DENSE, as_dense
 from dilated_attention.pattern import (
     Axial,
     BigBird,
@@ -35,6 +36,7 @@ from dilated_attention.pattern import (
     with_sparsity,
 )
 from dilated_attention.pattern.blocks.compose import KINDS
+from tests.helpers.op_settings import settings as settings_of_call
 from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, compositions, lattice, listed, simple_patterns
 
 ALL_SIMPLE = sorted(simple_patterns(64, 64))
@@ -83,6 +85,42 @@ def test_patterns_of_positions(pattern: BlockPattern, keeps: Callable[[int, int]
         if n > 64:
             part = pattern.dense_mask(n - 64, n, 3, is_causal=is_causal, query_offset=64)
             assert torch.equal(part, wanted[64:].expand(3, n - 64, n))
+
+
+class Near(LocalWindow):
+    """A window of a user, which keeps other pairs than its base class."""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "window"),
+    [
+        (LocalWindow((3, 20)), (3, 20)),
+        (LocalWindow((None, 5)), (None, 5)),
+        (Causal(), (None, 0)),
+        (LocalWindow((9, 4)) & LocalWindow((4, 9)) & Causal(), (4, 0)),
+        (LocalWindow(9) | LocalWindow(4), None),
+        (LocalWindow(9) & Document((40, 60)), None),
+        (GlobalLocal(9, 3), None),
+        (BigBird(9, 0, 1), None),
+        (PerHead((LocalWindow(9),) * 2), None),
+        (Near(9), None),
+    ],
+)
+def test_windows_of_dense_attention(pattern: BlockPattern, window: tuple[int | None, int | None] | None) -> None:
+    """On a GPU dense kernels compute these patterns; where another backend is named, or on a CPU, lists of blocks do."""
+    assert pattern.dense_window == window
+    call = settings_of_call(branches=None, blocks=pattern.spec())
+    assert as_dense(call, "cpu") == call and as_dense(call._replace(backend="math"), "cuda") == call._replace(backend="math")
+    found = as_dense(call, "cuda")
+    if window is None:
+        assert found == call
+        return
+    left, right = (n if side is None else side for side, n in zip(window, (100, 100), strict=True))
+    distance = torch.arange(100)[None] - torch.arange(100)[:, None]
+    assert torch.equal(pattern.dense_mask(100, 100, 1)[0], (distance >= -left) & (distance <= right))
+    assert found.branches == DENSE and not found.blocks and found.window_sides == window
+    unbounded = as_dense(settings_of_call(branches=None, blocks=LocalWindow((None, None)).spec()), "cuda")
+    assert unbounded.branches == DENSE and unbounded.window == ()
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

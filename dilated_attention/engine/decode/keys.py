@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
-from dilated_attention.pattern.blocks.compose import Intersection
-from dilated_attention.pattern.blocks.window import Causal, GlobalLocal, LocalWindow
+from dilated_attention.pattern.blocks.window import GlobalLocal
 from dilated_attention.pattern.checks import as_int, shown
 
 
@@ -314,16 +313,10 @@ def row_keys(
             "(or may depend on it): decoded tokens would differ from the forward's. "
             "Use one whose is_prefix_stable is True, such as LocalWindow, GlobalLocal or Strided with square blocks"
         )
-    if type(pattern) is Causal:
-        return WindowKeys(None, max_length, device)
-    if type(pattern) in (LocalWindow, GlobalLocal):
-        assert isinstance(pattern, LocalWindow)
-        left = None if pattern.window is None else pattern.window[0]  # type: ignore[index]
-        return WindowKeys(left, max_length, device, first_keys=pattern.global_tokens if isinstance(pattern, GlobalLocal) else 0)
-    if type(pattern) is Intersection and {type(part) for part in pattern.parts} == {LocalWindow, Causal}:
-        lefts = [part.window[0] for part in pattern.parts if isinstance(part, LocalWindow)]  # type: ignore[index]
-        bounded = [left for left in lefts if left is not None]
-        return WindowKeys(min(bounded) if bounded else None, max_length, device)
+    if pattern.dense_window is not None:
+        return WindowKeys(pattern.dense_window[0], max_length, device)
+    if type(pattern) is GlobalLocal:
+        return WindowKeys(pattern.window[0], max_length, device, first_keys=pattern.global_tokens)  # type: ignore[index]
     return BlockKeys(pattern, num_heads, max_length, device)
 
 

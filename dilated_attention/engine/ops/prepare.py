@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabilities, Hardware, Options, detect, rates, registry
+from dilated_attention.backends.base import Mask
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
 from dilated_attention.engine.branches.launches import PART_BYTES
 from dilated_attention.engine.branches.places import layout_of, stages_of
@@ -146,7 +147,7 @@ def _try_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
     problem = problems.problems[0] if len(problems.problems) == 1 and problems.covered else None
     if problem is None or problem.segments > 1 or problem.step > 1 or problem.zero_keys:
         return False
-    if problem.band is not None or (problem.k_start, problem.k_start + problem.k_len) != plan.shape.keys:
+    if (problem.k_start, problem.k_start + problem.k_len) != plan.shape.keys:
         return False
     if can.max_batch is not None and plan.size[0] > can.max_batch:
         return False
@@ -154,7 +155,7 @@ def _try_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
         extents = [1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)]) for x in tensors]
         if max(extents) > can.max_extent:
             return False
-    plan.one_launch, plan.options = True, replace(plan.options, causal=problem.causal)
+    plan.one_launch, plan.options = True, replace(plan.options, causal=problem.causal, mask=Mask(None, problem.band))
     return True
 
 
@@ -416,11 +417,19 @@ def _pairs(pattern: DilatedPattern, shape: Shape) -> int:
         pairs = pairs * (last * (last + 1) - first * (first + 1)) // (num_keys * (num_keys + 1))
     else:
         pairs = pairs * (last - first) // num_keys
-    if shape.window is not None and None not in shape.window:
-        left, right = shape.window
-        assert left is not None and right is not None
-        pairs = min(pairs, (left + right + 1) * (shape.queries[1] - shape.queries[0]) * shape.num_heads)
+    if shape.window is not None:
+        left, right = (num_keys if side is None else side for side in shape.window)
+        right = min(right, 0) if shape.is_causal else right
+        keys_before = _sum_of_least(last, left) - _sum_of_least(first, left)
+        keys_after = _sum_of_least(num_keys - first, right) - _sum_of_least(num_keys - last, right)
+        pairs = min(pairs, (keys_before + keys_after + last - first) * shape.num_heads)
     return pairs
+
+
+def _sum_of_least(count: int, most: int) -> int:
+    """Returns the sum of min(i, most) over 0 ≤ i < count."""
+    growing = min(count, most + 1)
+    return growing * (growing - 1) // 2 + (count - growing) * most
 
 
 def tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:

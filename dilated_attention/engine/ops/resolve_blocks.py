@@ -30,8 +30,8 @@ from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.prepare import new_like, options_of, select_backend
-from dilated_attention.engine.ops.resolve import CallInputs, LocalCall, MaybeTensor, ResolvedDilated, Tensors, masks_of, record_of
-from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.ops.resolve import CallInputs, LocalCall, MaybeTensor, ResolvedDilated, Tensors, masks_of, record_of, resolve
+from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
@@ -342,6 +342,9 @@ class ResolvedUnion(LocalCall):
 
 def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> LocalCall:
     """Returns the record of calls of a block pattern, with or without branches, like this one."""
+    settings = as_dense(settings, q.device.type)
+    if not settings.blocks:
+        return resolve(q, k, padding, settings)
     kind: type[LocalCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
     pattern = pattern_from_spec(settings.blocks)
     # a pattern that holds a function or a tensor gets a record for this call alone, which keeps it alive until after the backward; a

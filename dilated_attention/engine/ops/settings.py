@@ -11,10 +11,12 @@ import functools
 import operator
 from typing import Any, NamedTuple
 
-from dilated_attention.pattern import DilatedPattern
+from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 
 # segment_lengths, dilation_rates, head_offsets, branch_heads, tail
 Branches = tuple[tuple[int, ...], tuple[int, ...], "str | tuple[tuple[int, ...], ...]", str, str]
+# dense attention as branches: one segment longer than any sequence, which plans cut to the sequence
+DENSE: Branches = (MAX_LENGTH,), (1,), "zero", "all", "mask"
 
 
 class CallSettings(NamedTuple):
@@ -76,6 +78,23 @@ class CallSettings(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         """Returns the op's arguments that follow its tensors."""
         return settings_text(tuple(self[:_NUM_FIXED])), self.scale, self.dropout_p, self.query_offset, self.seq_len
+
+
+def as_dense(settings: CallSettings, device_type: str) -> CallSettings:
+    """Returns the settings of dense attention with a window where this computes a call of a block pattern (see ``window_of``)."""
+    if not settings.blocks or settings.branches is not None or settings.backend != "auto":
+        return settings
+    window = window_of(pattern_from_spec(settings.blocks), device_type)
+    return settings if window is None else settings._replace(branches=DENSE, blocks="", window=window)
+
+
+def window_of(pattern: object, device_type: str) -> tuple[int, ...] | None:
+    """Returns the window of the dense attention that computes a block pattern, as in ``CallSettings``; None where lists of blocks do. A
+    GPU's dense kernels take a window in closed form: a new length needs no lists, and packed documents are one launch."""
+    sides = pattern.dense_window if isinstance(pattern, BlockPattern) and device_type == "cuda" else None
+    if sides is None or sides == (None, None):
+        return None if sides is None else ()
+    return tuple([-1 if side is None else side for side in sides])
 
 
 # the fields before this one are the fixed part

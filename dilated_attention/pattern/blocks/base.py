@@ -186,6 +186,11 @@ class BlockPattern(Pattern):
         return OBJECT in self.spec()
 
     @property
+    def dense_window(self) -> tuple[int | None, int | None] | None:
+        """The (left, right) of dense attention with a window that keeps the same pairs, None for unbounded; None if there is no such."""
+        return None
+
+    @property
     def per_head(self) -> bool:
         """Whether the lists differ between heads."""
         return False

@@ -152,6 +152,14 @@ class Intersection(_Composite):
 
     join, join_states = operator.and_, torch.minimum
 
+    @property
+    def dense_window(self) -> tuple[int | None, int | None] | None:
+        windows = [part.dense_window for part in self.parts]
+        if None in windows:
+            return None
+        left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(*windows, strict=True))  # type: ignore[arg-type]
+        return left, right
+
     def causal(self) -> BlockPattern:
         # what one part refuses is refused, so it is enough that Causal is one more part, which may be the one that is listed
         return BlockPattern.causal(self)

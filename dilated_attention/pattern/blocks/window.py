@@ -73,6 +73,11 @@ class LocalWindow(IntervalPattern):
 
     is_prefix_stable = shares_lists = True
 
+    @property
+    def dense_window(self) -> tuple[int | None, int | None] | None:
+        # a derived class may keep other pairs
+        return self.window if type(self) is LocalWindow else None  # type: ignore[return-value]
+
     def sides(self, num_positions: int) -> tuple[int, int]:
         assert isinstance(self.window, tuple)
         left, right = (num_positions if side is None else min(side, num_positions) for side in self.window)
@@ -95,6 +100,10 @@ class Causal(IntervalPattern):
     """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
     is_prefix_stable = shares_lists = True
+
+    @property
+    def dense_window(self) -> tuple[int | None, int | None] | None:
+        return (None, 0) if type(self) is Causal else None
 
     def cost(self, grid: Grid) -> float:
         return grid.num_columns / 2 + 1
