@@ -3,7 +3,7 @@
 A row holds the rates of one kind of call (``RateKind``) at one head dim and one length. Which rows apply to a request:
 
 * Its kind is that of the rows. Rows were timed without padding masks, dropout and deterministic gradients, so a request with any of these
-  has no kind. Those of windows were timed with 1,024 keys a query.
+  has no kind. Those of windows were timed with 1,024 keys a query, on some backends alone: they do not order backends.
 * Kernels round head dims up. So the head dim is the smallest measured one that is not below the request's; the largest if all are below.
 * Of these rows each backend takes, among those that have it, the one whose length is nearest by ratio; of two equally near ones the longer.
   An unknown length takes the longest.

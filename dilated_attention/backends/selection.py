@@ -89,7 +89,8 @@ class Registry:
         family = f"sm{machine.capability[0]}x" if machine.device_type == "cuda" and machine.capability and not machine.is_rocm else ""
         of_family = orders.get((family, request.kind), ())
         groups = [(orders.get((machine.architecture, request.kind), ()), "architecture order")]
-        if (shipped := rates.table_of(machine.architecture)) is not None:
+        # rows of windows lack some libraries, so they compare those that they have with tiles, and order nothing
+        if (shipped := rates.table_of(machine.architecture)) is not None and not request.window:
             groups.append((rates.by_rate(shipped.tflops(request), of_family), f"shipped table ({shipped.source}, {shipped.date})"))
         groups += [(of_family, "architecture order"), (self.names(), "order of registration")]
         reasons: dict[str, str] = {}

@@ -104,7 +104,7 @@ def test_the_explanation_says_what_made_the_order() -> None:
     assert shipped is not None
     explanation = explain_backend(hardware=HOPPER, dtype=BF16)
     assert explanation.forward_basis == explanation.as_dict()["forward_basis"] == f"shipped table ({shipped.source}, {shipped.date})"
-    assert explain_backend(hardware=HOPPER, dtype=BF16, dropout_p=0.5).forward_basis == "architecture order"
+    assert explain_backend(hardware=HOPPER, dtype=BF16, window=True).forward_basis == "architecture order"
     assert registry.ranking(ask())["sdpa_cpu"] == "order of registration"
     assert explain_backend(device="cpu", backend="math").forward_basis == "asked for by name"
     with pytest.raises(ValueError, match="length is -1"):
