@@ -99,7 +99,7 @@ def sharing_of(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
         return {"parallelism_config": ParallelismConfig(cp_size=world_size)}
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     config = {
-        "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": IS_GPU}, "zero_allow_untested_optimizer": True,
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "seq_parallel_communication_data_type": "bf16",
     }  # fmt: skip
     return {"deepspeed": config, "parallelism_config": ParallelismConfig(sp_size=world_size, sp_backend="deepspeed", sp_handler=handler)}
