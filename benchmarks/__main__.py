@@ -18,10 +18,18 @@ import torch.distributed as dist
 
 from benchmarks import extreme, scaling, speed, train_infer
 from benchmarks.report import Group, Results, Row, machine, slower
-from benchmarks.timing import attempt, release
+from benchmarks.timing import attempt, positive, release
 from dilated_attention.backends.flash import flash3, flash3_fp8
 
 SUITES = {"speed": speed, "extreme": extreme, "scaling": scaling, "train-infer": train_infer}
+
+
+def folder(text: str) -> Path:
+    """Reads the path of a folder, which need not exist yet."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file; expected a folder")
+    return path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,11 +39,11 @@ def parser() -> argparse.ArgumentParser:
         about = suite.__doc__ or ""
         one = suites.add_parser(name, help=suite.ABOUT, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         add = one.add_argument
-        add("--output", type=Path, default=Path("bench-results"), metavar="DIR", help="for JSON and Markdown; default ./bench-results")
+        add("--output", type=folder, default=Path("bench-results"), metavar="DIR", help="for JSON and Markdown; default ./bench-results")
         add("--size", choices=("small", "full"), help="default: full on a GPU, small on a CPU")
         add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: the GPU if there is one")
         add("--dtype", choices=("float16", "bfloat16", "float32", "float64"), help="default: bfloat16, on a CPU float32")
-        add("--seconds", type=float, default=0.2, help="of timing for each contender and pass; default 0.2")
+        add("--seconds", type=positive, default=0.2, help="of timing for each contender and pass; default 0.2")
         suite.add_arguments(one)
     return made
 
@@ -47,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.world_size > 1 and suite is not scaling:
         sys.stderr.write(f"{options.world_size} processes were started and suite {options.suite} runs on one; start it without torchrun\n")
         return 2
-    device = torch.device(options.device)
+    try:
+        device = torch.empty(0, device=options.device).device
+    except (RuntimeError, AssertionError) as error:
+        sys.stderr.write(f"error: --device {options.device}: {str(error).splitlines()[0]}\n")
+        return 2
     on_gpu = device.type == "cuda"
     if on_gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index)
@@ -56,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flash3.load_library(library, os.environ.get("FLASH3_CUDART"))
         if library := os.environ.get("FLASH3_FP8_LIBRARY"):
             flash3_fp8.load_library(library)
+    for name in ("torchscale", "gigapath"):
+        if (path := getattr(options, name, None)) is not None and not Path(path).is_dir():
+            sys.stderr.write(f"error: --{name} {path} is no folder; expected a clone of its source\n")
+            return 2
     options.device, options.is_small = device, options.size == "small" if options.size else not on_gpu
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     # garbage collection between groups then skips all that PyTorch has imported, which would take half a second each time
@@ -83,6 +99,8 @@ def run(options: argparse.Namespace, groups: Sequence[Group]) -> int:
         there, here = then.machine["hardware"], results.machine["hardware"]
         if there != here:
             raise ValueError(f"{then.path} is of {there}; expected a run on this hardware, {here}")
+    if not groups:
+        raise ValueError("no case has such a name; --help says how to find the names")
     begun = time.monotonic()
     for i, (label, measure) in enumerate(groups):
         if options.rank == 0:

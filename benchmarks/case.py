@@ -265,7 +265,9 @@ FAMILIES: dict[str, Family] = {
     "option-grouped": _option(32768, "ours", "attention", num_kv_heads=4),
     "option-deterministic": _option(32768, "ours deterministic", "ours"),
 }  # fmt: skip
-_NAME = re.compile(r"(?P<family>[a-z][a-z0-9-]*?)(-(?P<length>\d+))?(-(?P<mask>full|causal))?(-x(?P<batch>\d+))?(-d(?P<dim>\d+))?")
+_NAME = re.compile(
+    r"(?P<family>[a-z][a-z0-9-]*?)(-(?P<length>\d+))?(-(?P<mask>full|causal))?(-x(?P<batch>[1-9]\d*))?(-d(?P<dim>[1-9]\d*))?"
+)
 
 
 def case_names(globs: Sequence[str] = (), lengths: Sequence[int] | None = None) -> list[str]:

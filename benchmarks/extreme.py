@@ -16,7 +16,7 @@ import torch
 from benchmarks.case import Case, geometric, our_call
 from benchmarks.contenders import contender
 from benchmarks.report import Group, Row
-from benchmarks.timing import attempt, loop, peak_bytes, release
+from benchmarks.timing import attempt, loop, peak_bytes, positive, release
 from benchmarks.truth import BOUNDS, wrong
 from dilated_attention.parsing import size
 from dilated_attention.pattern import LocalWindow
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     add("--heads", type=size, default=8, help="default: 8")
     add("--lengths", type=size, nargs="+", help="only these, without a search")
-    add("--memory-gib", type=float, help="that a call may take; default: the GPU's, small 0.125")
+    add("--memory-gib", type=positive, help="that a call may take; default: the GPU's, small 0.125")
 
 
 def groups(options: argparse.Namespace) -> list[Group]:

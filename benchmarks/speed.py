@@ -21,7 +21,7 @@ import torch
 from benchmarks.case import Case, case_names, documents, family_of, make_case, new_lengths
 from benchmarks.contenders import Attend, Contender, Costs, contender
 from benchmarks.report import Group, Row
-from benchmarks.timing import NEW, WARM, Call, Refused, attempt, in_turns, loop, new_and_again, peak_bytes, release
+from benchmarks.timing import NEW, WARM, Call, Refused, attempt, in_turns, loop, new_and_again, peak_bytes, positive, release
 from benchmarks.truth import wrong
 from dilated_attention.parsing import size
 
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--graphs", action="store_true", help="also time calls as CUDA graphs")
     add("--lengths-vary", action="store_true", help=f"also call each case at {NEW} lengths that were not before")
     add("--torchscale", default="", metavar="PATH", help="folder of your clone of github.com/microsoft/torchscale")
-    add("--longest", type=float, default=1.0, help="seconds that one call may take; default 1")
+    add("--longest", type=positive, default=1.0, help="seconds that one call may take; default 1")
     add("--against", type=Path, metavar="FOLDER", help="of an earlier run on this hardware: exit code 1 where this library got slower")
-    add("--threshold", type=float, default=0.2, help="slowdown that --against allows, as a share; default 0.2")
+    add("--threshold", type=positive, default=0.2, help="slowdown that --against allows, as a share; default 0.2")
 
 
 def groups(options: argparse.Namespace) -> list[Group]:

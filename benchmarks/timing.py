@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,14 @@ Call = Callable[[], Any]
 # lengths of --lengths-vary, of which the first are not counted
 WARM, NEW = 3, 24
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc", "Cannot allocate memory")
+
+
+def positive(text: str) -> float:
+    """Reads a finite number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    return number
 
 
 class Refused(Exception):

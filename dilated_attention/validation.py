@@ -245,6 +245,8 @@ def check_cu_seqlens(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     check_plain("cu_seqlens", cu_seqlens, "an int32 tensor of shape (documents + 1,)")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; expected torch.int32")
+    if cu_seqlens.is_meta and not q.is_meta:
+        raise ValueError(f"cu_seqlens is on the device meta, without values, and q on {q.device}; expected a tensor that holds the bounds")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (documents + 1,) with at least one document")
     if q.shape[0] != 1:

@@ -13,7 +13,9 @@ from _slides import Refused, Slide, Slides
 
 PARTS = ("train", "val", "test")
 # columns of the labels that say whose a slide is; the first that there is counts
-PATIENTS = ("patient_id", "patient", "case_id")
+PATIENTS = ("patient_id", "patient", "case_id", "pat_id")
+# endings of scans, which some tables have in their ids
+SCANS = (".svs", ".ndpi", ".tif", ".tiff", ".mrxs")
 
 
 def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = False, classes: Sequence[str] = ()) -> Slides:
@@ -74,6 +76,7 @@ def read_labels(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
     row_of: dict[str, dict[str, str]] = {}
     for row in rows:
         name = row["slide_id"]
+        name = Path(name).stem if name.lower().endswith(SCANS) else name
         if name in row_of:
             raise Refused(f"--labels {path} has slide {name} twice; keep one row a slide")
         for needed in ("label", column):

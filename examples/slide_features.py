@@ -111,6 +111,8 @@ def build(args: argparse.Namespace, slides: Slides, device: torch.device) -> Sli
         else:
             # the segments that the weights were trained with, whatever a tile's pixels are
             lengths = SlideEncoderConfig.gigapath().encoder.segment_lengths
+            if not (args.global_pool or args.tune_encoder):
+                print("the class token of Prov-GigaPath's released weights was never trained: --global-pool takes the mean of the tiles")
             shared |= {"segment_lengths": lengths, "dropout": 0.25, "drop_path": 0.1, "global_pool": args.global_pool}
             model = load_slide_encoder(args.checkpoint, **shared, **options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:

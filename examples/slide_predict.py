@@ -41,6 +41,8 @@ def load(path: Path, global_pool: bool, device: torch.device) -> SlideEncoder:
     try:
         if path.is_dir():
             return SlideEncoder.from_pretrained(model_folder(path), device=device)
+        if not global_pool:
+            print("the class token of Prov-GigaPath's released weights was never trained: --global-pool takes the mean of the tiles")
         return load_slide_encoder(path, global_pool=global_pool, device=device).eval()
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise Refused(f"--checkpoint {path}: {error}") from error

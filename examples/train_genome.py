@@ -104,7 +104,9 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     args = settings.parse(parser)
     for name, value in SCALES[args.scale].items():
         if getattr(args, name) is None:
-            setattr(args, name, value)
+            setattr(args, name, min(value, args.context) if name == "short_context" else value)
+    if args.short_context > args.context:
+        parser.error(f"--short-context is {args.short_context:,} and --context {args.context:,}; expected at most that")
     if (args.segment_lengths is None) != (args.dilation_rates is None):
         parser.error("--segment-lengths and --dilation-rates belong together: give both, or --first-segment")
     if args.segment_lengths is None:

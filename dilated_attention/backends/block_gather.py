@@ -113,13 +113,15 @@ def _pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterat
     budget = PIECE_BYTES if device.type == "cpu" else PIECE_BYTES_GPU
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
     last = lists.num_queries % lists.q_block
-    done = torch.zeros(lists.num_groups * R, dtype=torch.bool)
+    done = torch.zeros(lists.num_groups * R, dtype=torch.bool, device="cpu")
     for entries_of, starts, num_keys, masked in _parts(lists, options.mask.padding, splits=q.dtype in (torch.float32, torch.float64)):
         masked = masked.expand(B, -1)
         # dropout and bias by position take one set of heads for all problems of a piece
         by_head = options.dropout is not None or options.bias is not None
-        for chosen in torch.arange(lists.num_heads).split(1 if by_head else lists.num_heads):
-            batch, heads, rows = (x.flatten() for x in torch.meshgrid(torch.arange(B), chosen, torch.arange(R), indexing="ij"))
+        for chosen in torch.arange(lists.num_heads, device="cpu").split(1 if by_head else lists.num_heads):
+            batch, heads, rows = (
+                x.flatten() for x in torch.meshgrid(torch.arange(B, device="cpu"), chosen, torch.arange(R, device="cpu"), indexing="ij")
+            )
             index = (batch * (lists.num_batch > 1) * lists.num_heads + heads) * R + rows
             # one number encodes all that must be equal in a piece: the keys, whether another piece has the rest of the row, whether pairs
             # are masked, whether it is the ragged last block
@@ -132,9 +134,9 @@ def _pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterat
                     continue
                 size = S * (kv_row_bytes + has_pairs * L * (1 + q.element_size()))
                 for part in group.split(max(1, budget // size)):
-                    entries = entries_of[starts[index[part], None] + torch.arange(-(-S // lists.k_block))].to(device)
-                    head = torch.arange(H)[None] if together else heads[part, None]
-                    kv_head = torch.arange(K)[None] if together else head // (H // K)
+                    entries = entries_of[starts[index[part], None] + torch.arange(-(-S // lists.k_block), device="cpu")].to(device)
+                    head = torch.arange(H, device="cpu")[None] if together else heads[part, None]
+                    kv_head = torch.arange(K, device="cpu")[None] if together else head // (H // K)
                     columns = lists.columns[entries].long()
                     batches, blocks = batch[part].to(device), rows[part].to(device)
                     yield GatherProblems(batches, blocks, head.to(device), kv_head.to(device), columns, entries, L, S, has_pairs, is_second)
@@ -151,22 +153,25 @@ def _parts(lists: BlockLists, padding: Tensor | None, *, splits: bool) -> Iterat
     row, columns = lists.row_of_entry.long().cpu(), lists.columns.cpu()
     sizes = torch.where(columns == last, lists.num_keys - last * lists.k_block, lists.k_block)
     special = torch.zeros_like(columns, dtype=torch.bool) if lists.masks is None else lists.masks.cpu() >= 0
-    everything = torch.arange(columns.shape[0])
+    everything = torch.arange(columns.shape[0], device="cpu")
     if padding is None and splits:
-        parts = [(everything[~special], torch.zeros((1, 1), dtype=torch.bool)), (everything[special], torch.ones((1, 1), dtype=torch.bool))]
+        parts = [
+            (everything[~special], torch.zeros((1, 1), dtype=torch.bool, device="cpu")),
+            (everything[special], torch.ones((1, 1), dtype=torch.bool, device="cpu")),
+        ]
     else:
         flags = special[None]
         if padding is not None:
             room = lists.num_columns * lists.k_block - lists.num_keys
             padded = F.pad(padding.cpu(), (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
             flags = flags | padded[:, columns.long()]
-        masked = torch.zeros((flags.shape[0], num_rows), dtype=torch.int64).index_add_(1, row, flags.long()) > 0
+        masked = torch.zeros((flags.shape[0], num_rows), dtype=torch.int64, device="cpu").index_add_(1, row, flags.long()) > 0
         parts = [(everything, masked)]
     for entries, masked in parts:
         if not entries.numel():
             continue
         count = torch.bincount(row[entries], minlength=num_rows)
-        keys = torch.zeros(num_rows, dtype=torch.int64).index_add_(0, row[entries], sizes[entries].long())
+        keys = torch.zeros(num_rows, dtype=torch.int64, device="cpu").index_add_(0, row[entries], sizes[entries].long())
         yield entries, count.cumsum(0) - count, keys, masked.expand(-1, num_rows)
 
 

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args.parser.error(str(error))
         finally:
             # flushed here, not at exit, where a closed pipe could not be caught; help ends in SystemExit
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -38,7 +38,7 @@ def prepare_output() -> None:
 
 def width() -> int | None:
     """Returns the number of characters of a line; None, for unwrapped lines, if the output is no terminal and ``COLUMNS`` is not set."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+    return shutil.get_terminal_size().columns if (sys.stdout is not None and sys.stdout.isatty()) or os.environ.get("COLUMNS") else None
 
 
 def put(text: object, *, wrap: bool = True) -> None:

@@ -12,7 +12,7 @@ import torch
 from dilated_attention.cli.common import add_command, add_pattern, bytes_of_gib, pattern_of, put, put_json, width
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.parsing import size
-from dilated_attention.pattern import BlockPattern, DilatedPattern, Pattern
+from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern, Pattern
 from dilated_attention.pattern.base import cell_pairs, cell_size, cell_sizes, draw
 from dilated_attention.pattern.checks import as_int
 
@@ -66,15 +66,20 @@ def _pattern(args: argparse.Namespace) -> int:
     as_int("--heads", args.heads, maximum=_MOST_HEADS)
     pattern = pattern_of(args, args.what)
     assert pattern is not None
+    image: Path | None = args.image
+    if image is not None:
+        if not image.name or image.is_dir():
+            raise ValueError(f"--image is {str(image)!r}, a folder; expected a file, such as pattern.png")
+        image = image if image.suffix else image.with_name(f"{image.name}.png")
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
-    if args.image is not None:
+    if image is not None:
         cell = 1 if args.length <= _PIXELS else cell_size(pattern, args.length, _PIXELS)
-        draw(pattern, args.length, args.heads, cell=cell, is_causal=args.causal, path=str(args.image))
-        told["image"] = str(args.image)
+        draw(pattern, args.length, args.heads, cell=cell, is_causal=args.causal, path=str(image))
+        told["image"] = str(image)
     if args.json:
         put_json(told)
         return 0
-    if args.image is None:
+    if image is None:
         put("\n".join(drawing(pattern, args.length, args.heads, is_causal=args.causal, width=width() or _WIDTH)))
     put(_text(told))
     return 0
@@ -93,8 +98,14 @@ def figures(pattern: DilatedPattern | BlockPattern, num_positions: int, num_head
     if isinstance(pattern, DilatedPattern):
         branch_pairs = pattern.branch_pairs(num_positions, num_heads, is_causal=is_causal)
         told["branches"] = [
-            {"segment_length": w, "dilation_rate": r, "pairs": n, "keys_per_query": n / rows}
-            for (w, r), n in zip(pattern.branches, branch_pairs, strict=True)
+            {
+                "segment_length": w,
+                "dilation_rate": r,
+                "pairs": n,
+                "keys_per_query": n / rows,
+                "taken": len(set(offsets) - {NOT_IN_BRANCH}),
+            }
+            for (w, r), n, offsets in zip(pattern.branches, branch_pairs, pattern.offsets(num_heads), strict=True)
         ]
     return told
 
@@ -107,7 +118,8 @@ def _text(told: dict[str, Any]) -> str:
         "{keys_per_query:,.1f} keys per query and head".format(called=heads, dense="causal" if told["causal"] else "dense", **told),
     ]
     branch = "  segments of {segment_length:,}, rate {dilation_rate}: {pairs:,} pairs, {keys_per_query:,.1f} keys per query and head"
-    lines += [branch.format(**row) for row in told.get("branches", ())]
+    some = "; the heads take {taken} of every {dilation_rate} positions"
+    lines += [(branch + some * (row["taken"] < row["dilation_rate"])).format(**row) for row in told.get("branches", ())]
     return "\n".join([*lines, *([f"picture written to {told['image']}"] if "image" in told else [])])
 
 

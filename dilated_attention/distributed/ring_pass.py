@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -61,20 +60,16 @@ class ResolvedRing(ResolvedCall):
     def name(self) -> str:  # type: ignore[override]
         return op_name(self.settings)
 
-    @cached_property
-    def computes(self) -> CallSettings:
-        """The settings by which it is computed; ranks agree on those of the caller."""
-        return as_dense(self.settings, self.device_type)
-
     def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         ring = ring_call(self.settings)
         members, bounds = members_named(ring.group_name), None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
 
         def check_kernels(seq_len: int) -> str:
             """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
-            if self.computes.branches is not None:
-                check_branches(self.computes, inputs[:3], seq_len, has_padding=inputs.key_padding_mask is not None)
-            if not self.computes.blocks:
+            settings = as_dense(self.settings, inputs.q)
+            if settings.branches is not None:
+                check_branches(settings, inputs[:3], seq_len, has_padding=inputs.key_padding_mask is not None)
+            if not settings.blocks:
                 return ""
             return RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).setup.digest
 
@@ -128,7 +123,8 @@ class RingPass:
     def _make_setup(self) -> RingSetup:
         whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
         documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
-        setup = make_setup(self.members, self.tensors, documents, self.call.computes, self.ring, self.padding)
+        settings = as_dense(self.call.settings, self.tensors[0])
+        setup = make_setup(self.members, self.tensors, documents, settings, self.ring, self.padding)
         tensors, rank = self.tensors, self.members.rank
         session = None if self.members.group is None else sessions.get(self.members.group)
         if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or setup.moves):
@@ -250,7 +246,7 @@ def steps_of(
     # of the keys that a rank would hold at once, in training with their gradients
     held, limit, count = problem.seq_len * row_bytes * (1 + needs_grad), max(1.0, MEMORY_SHARE * memory), 1
     if held > limit:
-        if problem.blocks is not None:
+        if problem.blocks is not None or problem.window is not None:
             most = [key_span(problem, rank) for rank in range(problem.size)]
             held = max(span.end - span.start for span in most) * row_bytes * (1 + needs_grad)
         count = math.ceil(2 * held / limit) if held > limit else 1

@@ -101,7 +101,7 @@ def attend(
     if cu_seqlens is not None:
         cu_seqlens = own_bounds(cu_seqlens, eager=eager)
     # torch's default generator makes the seed reproducible under manual_seed, and activation checkpointing repeats it
-    seed = torch.randint(2**62, (), dtype=torch.int64) if settings.dropout_p else None
+    seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if settings.dropout_p else None
     chosen = None
     if blocks is not None and blocks.is_chosen:
         chosen = choose_blocks_op(
@@ -172,14 +172,14 @@ def checked_settings(
     check.check_tensors(q, k, v)
     if blocks is not None:
         blocks.check_batch(q.shape[0])
+    for name in ("is_causal", "return_lse", "deterministic"):
+        check.check_bool(name, getattr(options, name))
     sharding, seq_len = checked_sharding(q, k, options, blocks) if is_sharded else ((), 0)
     branch_options = options.head_offsets, options.branch_heads, options.tail
     checked = None if branches is None else checked_branches((*branches, *branch_options), q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)
     scale = check.check_scale(options.scale, q.shape[3], q.dtype)
-    for name in ("is_causal", "return_lse", "deterministic"):
-        check.check_bool(name, getattr(options, name))
     dropout_p = check.check_probability("dropout_p", options.dropout_p)
     query_offset = check.check_query_offset(options.query_offset, q.shape[1], k.shape[1])
     check.check_key_padding_mask(options.key_padding_mask, k)

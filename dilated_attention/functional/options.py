@@ -158,7 +158,8 @@ class RingOptions(CallOptions, total=False):
             one process, nothing is communicated.
         mesh: a DeviceMesh of one axis, instead of a group.
         seq_len: N. With None the processes ask each other in every call (0.2 ms or more). Either all processes give it, or none.
-        timeout: seconds that an exchange may take before an error names it and its peer. It may differ, as ``backend`` may.
+        timeout: seconds that an exchange may take before an error names it and its peer. It may differ, as
+            ``backend`` may, but for a block pattern that is a window: on all processes it is ``"auto"``, or on none.
     """
 
     group: Any

@@ -340,7 +340,8 @@ def _check_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx: Any, 
         starts,
         f"attention {name!r}: position_ids begin again or seq_idx changes, which tells packed documents, and neither the mask nor bounds "
         "keep them apart; expected their bounds as cu_seq_lens_q and cu_seq_lens_k, int32 (documents + 1,), or one document a row. Without "
-        "attention_mask and with use_cache=False, most decoders find them in position_ids; shard_inputs finds them in those of the whole",
+        "attention_mask and with use_cache=False, most decoders find them in position_ids; shard_inputs finds them in those of the whole; "
+        "DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives the bounds",
     )
     if not is_compiling:
         mask.checked.extend(unread)
@@ -355,7 +356,9 @@ def _warn_of_windows_only(name: str, config: Any) -> None:
         warnings.warn(
             f'attn_implementation="{name}" changes nothing in {type(config).__name__}: '
             "all its layers have sliding windows, which stay as the model was trained. "
-            f"To spread the layers over the whole sequence, set config.sliding_window = None; config.{CONFIG_KEY} says what they then see",
+            "To spread the layers over the whole sequence, "
+            + ("set config.sliding_window = None" if kinds is None else 'build the model with layer_types=["full_attention", …]')
+            + f"; config.{CONFIG_KEY} says what they then see",
             stacklevel=3,
         )
 

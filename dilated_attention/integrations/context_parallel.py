@@ -323,7 +323,10 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
     if length < size:
         raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
     if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
-        raise ValueError("output_router_logits is True: the router's loss is no sum over positions; expected False")
+        raise ValueError(
+            "output_router_logits is True: the router's loss is no sum over positions; expected False (of TRL's SFTTrainer "
+            "router_aux_loss_coef=0.0 in SFTConfig)"
+        )
     # transformers 5.24 calls past_key_values cache
     for name in ("past_key_values", "cache", "logits_to_keep", "output_attentions"):
         # 0 and False ask for nothing. A cache, or a tensor of indices, is no int: it asks for something, whatever its truth value

@@ -9,6 +9,7 @@ neither flash-attn nor timm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def create_model(
     global_pool: bool = False,
     dropout: float = 0.25,
     drop_path_rate: float = 0.1,
+    ignore: Sequence[str] = (),
 ) -> LongNetViT:
     """Makes Prov-GigaPath's slide encoder, as ``gigapath.slide_encoder.create_model`` does. The model is in training mode, as there.
 
@@ -87,6 +89,7 @@ def create_model(
         max_wsi_size: side in pixels of the largest slide, from which the segments follow.
         global_pool: represent a slide by the mean of its tiles; False: by the class token.
         dropout, drop_path_rate: in training.
+        ignore: prefixes of the names of weights to leave out, such as ``"classifier"``.
 
     Raises:
         FileNotFoundError, ValueError: if the file does not exist or is not of this architecture. Differs from the original, which then
@@ -114,7 +117,7 @@ def create_model(
         file = hf_hub_download(file.partition(":")[2], "slide_encoder.pth", local_dir=local_dir)
     # a table of the grid's positions, which files may hold, is computed here
     weights = {name: x for name, x in read_weights(file).items() if name != "pos_embed"}
-    loaded = load_slide_encoder(weights, **settings)
+    loaded = load_slide_encoder(weights, ignore=ignore, **settings)
     config = loaded.config
     if (config.encoder.embed_dim, config.encoder.num_layers, config.in_dim) != (width, layers, in_chans):
         raise ValueError(

@@ -281,7 +281,8 @@ def load_slide_encoder(
         device, dtype: see ``load_attention``.
         options: ``backend``, ``checkpoint_activations``; for slides shared by processes ``group``, ``mesh`` …: see ``SlideEncoder``.
     """
-    weights = read_supported(source, ignore)
+    # fine-tuned by the original's code, where a ClassificationHead holds it
+    weights = {name.removeprefix("slide_encoder."): value for name, value in read_supported(source, ignore).items()}
     lengths = segment_lengths_of(max_wsi_size, tile_size) if segment_lengths is None else segment_lengths
     encoder = stack_config(
         weights,

@@ -167,7 +167,8 @@ class KVCache:
         chosen: Sequence[int] = self._chosen
         if batch != len(chosen):
             raise ValueError(f"the batch is {batch} and the cache has {len(chosen)} requests; they must be equal: for one, use cache.of(i)")
-        if num_tokens == 1 and len(chosen) == self.num_requests and any(self.active):
+        # of requests that are all finished, too, a step drops the tokens; all that are free begin anew
+        if num_tokens == 1 and len(chosen) == self.num_requests and (any(self.active) or any(self.lengths)):
             self.prepare_step()
             begun, chosen = self.step(), self._growing()
         else:
@@ -221,8 +222,9 @@ class KVCache:
         self.reserve(request, length + num_tokens)
 
     def advance(self, requests: Sequence[int] | None = None, by: int = 1) -> None:
-        """Increases the lengths of some requests, which become active, or of all active ones."""
-        requests = self._growing() if requests is None else requests
+        """Increases the lengths of some requests, which become active, or of all active ones; ``by`` is not negative."""
+        requests = self._growing() if requests is None else [self._checked(request) for request in requests]
+        by = as_int("by", by, minimum=0)
         for i in requests:
             self.lengths[i] += by
             self.active[i] = True

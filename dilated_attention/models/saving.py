@@ -54,10 +54,12 @@ class Pretrained(nn.Module):
 
         Raises:
             OSError: if the file cannot be written; the old one is untouched.
-            ValueError: if weights are on meta or sharded over processes, or a pattern holds a Python function or a tensor.
+            ValueError: if weights are on meta or sharded over processes, or a pattern holds a Python function or a tensor; an empty path.
         """
         import safetensors.torch
 
+        if not str(path):
+            raise ValueError("path is ''; expected a folder, '.' for the one that you are in")
         file, weights = Path(path, WEIGHTS_FILE), _apart(self.state_dict())
         metadata = {"format": "pt", _CONFIG: self.config.to_json()}
         file.parent.mkdir(parents=True, exist_ok=True)

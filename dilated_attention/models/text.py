@@ -150,7 +150,7 @@ def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it holds no record, or is compressed and damaged.
+        ValueError: if it holds no record, or letters before the first, or is compressed and damaged.
     """
     raw = Path(path).read_bytes()
     try:
@@ -158,9 +158,15 @@ def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be decompressed ({error}); it is damaged or cut off: copy or download it again") from error
     # a record begins at a > after a line break, since names may hold > too
-    records = [record.partition(b"\n") for record in (b"\n" + text).split(b"\n>")[1:]]
-    if not records:
+    before, *rest = (b"\n" + text).split(b"\n>")
+    if not rest:
         raise ValueError(f"{path} holds no FASTA record; expected lines of bases under a line that begins with >")
+    # of old, comments begin with ;
+    if any(line.strip() and not line.startswith(b";") for line in before.split(b"\n")):
+        raise ValueError(
+            f"{path} has lines before the first that begins with >; expected none: name the record they belong to, or delete them"
+        )
+    records = [record.partition(b"\n") for record in rest]
     _warn_of_other_letters([body for _, _, body in records], str(path))
     return [(head.decode(errors="replace").strip(), BASES._encode(body)) for head, _, body in records]
 

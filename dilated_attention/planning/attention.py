@@ -163,7 +163,11 @@ def fit_of(problem: Problem, bytes_needed: Callable[[Problem], int], find_longes
 
 def _bytes_needed(problem: Problem) -> int:
     """Returns the peak; more than any memory where the call cannot exist."""
-    if problem.computes == "block_sparse" and counts_of(problem, MOST_FOR_SIZE).entries >= _MOST_ENTRIES * problem.world_size:
+    if (
+        problem.computes == "block_sparse"
+        and problem.window is None
+        and counts_of(problem, MOST_FOR_SIZE).entries >= _MOST_ENTRIES * problem.world_size
+    ):
         return _NO_SUCH_CALL
     return memory_of(problem).peak
 

@@ -208,6 +208,10 @@ def exchange_of(problem: Problem) -> Exchange:
     pattern, W, N, H, Hk = problem.pattern, problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
     B, D, e, a = problem.batch_size, problem.head_dim, problem.dtype.itemsize, accumulation_dtype(problem.dtype).itemsize
     blocks, branches = (pattern, None) if isinstance(pattern, BlockPattern) else (None, pattern)
+    has_window, sides = problem.window is not None, None
+    if isinstance(pattern, BlockPattern) and has_window:
+        # computed as dense attention
+        blocks, branches, sides = None, WHOLE, pattern.dense_window
     if blocks is not None and num_blocks(blocks, N, H) > _MOST_RING_BLOCKS and (longest := 8 * max(blocks.q_block, blocks.k_block) * W) < N:
         # extrapolated linearly from two shorter ones: the edges of a window stay as they are, and what is spread over the sequence grows
         while num_blocks(blocks, 2 * longest, H) <= _MOST_RING_BLOCKS:
@@ -216,8 +220,10 @@ def exchange_of(problem: Problem) -> Exchange:
         figures = zip((*astuple(short.bytes), *short.held), (*astuple(long.bytes), *long.held), strict=True)
         *moved, forward, backward = (max(y, y + (y - x) * (N - longest) * 2 // longest) for x, y in figures)
         return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
-    is_dense = problem.computes == "dense"
-    name = ring_pass.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
+    is_dense = problem.computes == "dense" or has_window
+    name = ring_pass.exchange_of(
+        problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense and not has_window, is_causal=problem.is_causal
+    )  # fmt: skip
     if branches is not None and name == "all_to_all":
         if reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
@@ -228,7 +234,7 @@ def exchange_of(problem: Problem) -> Exchange:
         backward = forward + rows * (2 * heads * element + 2 * kv_heads * (D * a if Hk < W else element))
         return Exchange(name=name, bytes=Bytes(forward, forward, backward, backward), steps=1, held=(0, 0))
     shards = shards_of(N, W, problem.layout, is_causal=problem.is_causal)
-    ring_problem = RingProblem(branches, ((0, N),), shards, H, Hk, problem.is_causal, blocks=blocks)
+    ring_problem = RingProblem(branches, ((0, N),), shards, H, Hk, problem.is_causal, sides, blocks=blocks)
     # bytes of the keys and values of one position and head
     unit_bytes, home = 2 * B * D * e, None
     if (crossing := ring_pass.crossing_of(ring_problem, unit_bytes * Hk)) is not None:
@@ -268,9 +274,9 @@ def exchange_of(problem: Problem) -> Exchange:
 def memory_of(problem: Problem) -> MemoryEstimate:
     """Returns the peak memory of the forward and, with ``training``, of the backward, on one process. Counted are inputs, results and what
     is allocated between them, the caller's tensors included; not torch itself, nor memory that its allocator keeps in reserve."""
-    if problem.computes == "block_sparse" and problem.world_size == 1 and problem.window is not None:
+    if problem.window is not None and problem.world_size == 1:
         return engine_estimate(problem, problem.num_positions, WHOLE, window=problem.window)
-    if problem.computes == "block_sparse":
+    if problem.computes == "block_sparse" and problem.window is None:
         passes = _block_terms(problem, False), _block_terms(problem, True)
     elif problem.world_size > 1:
         passes = _ring_terms(problem)
@@ -342,7 +348,8 @@ def _block_terms(problem: Problem, backward: bool) -> Terms:
 def _ring_terms(problem: Problem) -> tuple[Terms, Terms]:
     """Returns (forward, backward): what a dense or dilated call over several ranks has in memory on one. This is the engine's estimate for
     the rank's own rows, or for some heads of all rows, and the keys from elsewhere."""
-    exchange, W, H, Hk, pattern = exchange_of(problem), problem.world_size, problem.num_heads, problem.num_kv_heads, problem.pattern
+    exchange, W, H, Hk = exchange_of(problem), problem.world_size, problem.num_heads, problem.num_kv_heads
+    pattern = problem.pattern if problem.window is None else WHOLE
     assert isinstance(pattern, DilatedPattern)
     Q, K, R, e, a = sizes_of(problem)
     if exchange.name == "all_to_all":
@@ -352,7 +359,7 @@ def _ring_terms(problem: Problem) -> tuple[Terms, Terms]:
         caller = ("q, k, v in the caller's rows", (Q + 2 * K) * e), ("q, k, v, out, dout in the caller's rows", (3 * Q + 2 * K) * e)
         return [caller[0], *whole.forward], [caller[1], *whole.backward]
     keys, received = ("keys from elsewhere", exchange.held[0]), 2 * problem.batch_size * Hk * problem.head_dim * exchange.rows
-    if problem.computes == "dense":
+    if problem.computes == "dense" or problem.window is not None:
         common = [("q, k, v", (Q + 2 * K) * e), keys, ("lse", R * a)]
         # zigzag computes its two ranges one after the other
         ranges, on_gpu, shared = 1 + (problem.layout == "zigzag"), not problem.machine.is_cpu, 4

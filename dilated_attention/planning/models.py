@@ -151,11 +151,12 @@ def plan_model(
     decode: tuple[float | None, str] = (None, "")
     if cache_size is not None and weight_shards == 1:
         decode = _decode_seconds(stack.num_layers, problems, cache_size, multiplied * run.weight_itemsize)
+    attention = tuple(dict.fromkeys("every key" if one.computes == "dense" else repr(one.pattern) for one in problems))
     return ModelPlan(
-        **shared_fields(problem), preset=preset, autocast=uses_autocast, weight_shards=weight_shards, parameters=parameters,
-        checkpoint_activations=checkpoint_activations, layers=stack.num_layers, terms=terms, moment=moment, flops=flops + attended,
-        exchange=exchange, seconds=times[0], time_source=times[1], no_time=times[2], fits=fits, longest=longest, decode_seconds=decode[0],
-        decode_source=decode[1],
+        **shared_fields(problem), preset=preset, attention=attention, autocast=uses_autocast, weight_shards=weight_shards,
+        parameters=parameters, checkpoint_activations=checkpoint_activations, layers=stack.num_layers, terms=terms, moment=moment,
+        flops=flops + attended, exchange=exchange, seconds=times[0], time_source=times[1], no_time=times[2], fits=fits,
+        longest=longest, decode_seconds=decode[0], decode_source=decode[1],
     )  # fmt: skip
 
 

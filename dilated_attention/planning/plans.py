@@ -239,6 +239,7 @@ class ModelPlan(Plan):
     """A training step, or generation, in figures of one process: what every ``Plan`` has, and more.
 
     Args:
+        attention: the patterns of the layers that take turns.
         parameters: number of parameters of the whole model.
         terms: (what, bytes) at the highest point.
         moment: when the highest point occurs.
@@ -250,6 +251,7 @@ class ModelPlan(Plan):
     """
 
     preset: str
+    attention: tuple[str, ...]
     autocast: bool
     weight_shards: int
     checkpoint_activations: bool
@@ -288,6 +290,7 @@ class ModelPlan(Plan):
             *self.heading(f"{self.num_positions:,} positions"),
             "",
             f"parameters   {self.parameters:,} in {self.layers} blocks",
+            *(f"attention    {pattern}" for pattern in self.attention),
             f"FLOPs        {_in_units(self.flops, _FLOPS)} per {'step' if self.training else 'forward'}",
             f"peak memory  {readable(self.peak)}, {self.moment}" + (", per process" if self.world_size * self.weight_shards > 1 else ""),
             *(f"  {readable(size):>9}  {what}" for what, size in self.terms),

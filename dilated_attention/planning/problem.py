@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, detect, registry
-from dilated_attention.engine.ops.settings import window_of
+from dilated_attention.engine.ops.settings import dense_form
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
@@ -80,8 +80,9 @@ class Problem:
 
     @property
     def window(self) -> tuple[int, ...] | None:
-        """The window of dense attention that computes a block pattern (see ``window_of``); None where lists of blocks do."""
-        return window_of(self.pattern, self.hardware.device_type)
+        """The window of the dense attention that computes a block pattern (see ``dense_form``); None where lists of blocks do."""
+        form = dense_form(self.pattern, self.is_causal, AttentionRequest(hardware=self.hardware, dtype=self.dtype, head_dim=self.head_dim))
+        return None if form is None else form[0]
 
     def of_length(self, num_positions: int) -> Problem:
         """Returns the same call at another length."""

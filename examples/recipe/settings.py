@@ -127,6 +127,9 @@ def parse(parser: Parser, arguments: Sequence[str] | None = None) -> argparse.Na
     for flag in ("--config", "--resume", "--out"):
         first.add_argument(flag)
     known, _ = first.parse_known_args(given)
+    for flag in ("config", "resume", "out"):
+        if getattr(known, flag) == "":
+            parser.error(f"--{flag} is empty; expected a path, or leave it out")
     words = _words(parser, _read(parser, Path(known.config)), given) if known.config else []
     args = parser.parse_args([*words, *given])
     folder = args.out if args.resume == "auto" else Path(args.resume) if args.resume else None

@@ -198,6 +198,27 @@ def test_processes_measure_and_fail_together(tmp_path: Path) -> None:
     assert ring.values["efficiency"] == pytest.approx(whole / 2 / ring.values["called"], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("speed --device tpu", "--device tpu"),
+        ("speed --cases longnet-64-x0", "there is no case 'longnet-64-x0'"),
+        ("speed --seconds nan", "nan is not a finite number above 0"),
+        ("speed --output {file}", "is a file; expected a folder"),
+        ("speed --torchscale {file}", "is no folder"),
+        ("scaling --cases nope", "no case has such a name"),
+        ("extreme --memory-gib 0", "0 is not a finite number above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    try:
+        code: int | str | None = main(command.format(file=tmp_path / "file").split())
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
 def test_the_search_ends_by_memory_and_one_process_refuses_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

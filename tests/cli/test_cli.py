@@ -161,6 +161,7 @@ WARMUP = "warmup gigapath-12l768d"
         (f"{DILATED} --head-offsets 0,x", "expected cyclic, blocked, zero, or for each branch one offset per head"),
         (f"{DILATED} --head-offsets cyclic blocked", "head_offsets"),
         (f"{DILATED} --image x.data", "Format 'data' is not supported"),
+        (f"{DILATED} --image .", "--image is '.', a folder; expected a file"),
         ("show block_sparse --window 1 --density-kind local", "--density-kind given, which needs --density: drop --density-kind"),
         ("show block_sparse --window 1 --seed 1", "--seed given, which needs --random-blocks or --density: drop --seed"),
         ("show block_sparse --density 0.1 --global-tokens 4", "--global-tokens given, which --density replaces: drop --global-tokens"),

@@ -86,6 +86,21 @@ def test_the_op_is_called_where_something_looks_on_and_nowhere_else(kind: str, w
     assert len(calls) == looks_on
 
 
+@of_every_kind
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_say_where_a_call_runs_and_not_the_default_device(kind: str, packed: bool) -> None:
+    tensors = make(batch=1)
+    options = {"cu_seqlens": torch.tensor([0, 5, 16])} if packed else {}
+
+    def call() -> list[torch.Tensor]:
+        out = KINDS[kind](*tensors, **options)
+        return [out, *torch.autograd.grad(out.sum(), tensors)]
+
+    expected = call()
+    with torch.device("meta"):
+        assert all(map(torch.equal, call(), expected))
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @of_every_kind
 def test_the_op_is_called_for_tensors_of_other_kinds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,7 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (tensors(1, cu_seqlens=[0, 8]), TypeError, "cu_seqlens is a list … int32 … torch.tensor(cu_seqlens)"),
     (tensors(1, cu_seqlens=torch.tensor([0.0, 8.0])), TypeError, "cu_seqlens has dtype torch.float32 … int32"),
     (tensors(1, cu_seqlens=bounds(0, 8)[None]), ValueError, "cu_seqlens has shape (1, 2) … documents + 1"),
+    (tensors(1, cu_seqlens=bounds(0, 8).to("meta")), ValueError, "cu_seqlens is on the device meta … holds the bounds"),
     (tensors(1, cu_seqlens=bounds(0)), ValueError, "cu_seqlens has shape (1,) … at least one document"),
     (tensors(1, queries=4, cu_seqlens=bounds(0, 8), query_offset=0), ValueError, "cu_seqlens … 4 queries and 8 keys"),
     (tensors(queries=9, query_offset=0), ValueError, "query_offset is 0 … 9 of 8"),

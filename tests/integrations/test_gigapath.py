@@ -55,6 +55,20 @@ def test_random_weights_only_where_they_are_asked_for(weights: tuple[Maker, str]
         gigapath.create_model(file, "gigapath_slide_enc", 20)
 
 
+def test_an_encoder_within_the_originals_classification_head(weights: tuple[Maker, str]) -> None:
+    """As the original's fine-tuning saves it."""
+    made = weights[0].weights
+    held = {f"slide_encoder.{name}": value for name, value in made.items()} | {"classifier.0.weight": torch.zeros(2, 64)}
+    options = {"grid_size": 12, "dropout": 0.25, "drop_path": 0.1}
+    assert all(
+        map(
+            torch.equal, load_torchscale(held, ignore=["classifier"], **options).parameters(), load_torchscale(made, **options).parameters()
+        )
+    )
+    with pytest.raises(ValueError, match=r"no place in this model: classifier\.0\.weight; leave them out with ignore="):
+        load_torchscale(held, **options)
+
+
 def test_the_released_file_is_downloaded(weights: tuple[Maker, str], monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     asked = []

@@ -241,6 +241,25 @@ def test_what_is_freed_or_finished_during_a_pass_does_not_grow() -> None:
     assert (cache.lengths, cache.active) == ([7, 8, 0], [False, True, False])
 
 
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_a_step_does_not_revive_requests_that_are_all_finished(kind: Any) -> None:
+    lm = frozen("window")
+    cache, tokens = kind(lm.config, 2, 60), tokens_of(2, 7)
+    prefill(lm, tokens, cache)
+    for request in range(2):
+        cache.finish(request)
+    lm(tokens[:, :1], cache=cache)
+    assert (cache.lengths, cache.active) == ([7, 7], [False, False])
+    for request in range(2):
+        cache.free(request)
+    # free ones begin anew
+    assert torch.equal(lm(tokens[:, :1], cache=cache), lm(tokens[:, :1], cache=kind(lm.config, 2, 60)))
+    assert (cache.lengths, cache.active) == ([1, 1], [True, True])
+    for arguments in ((None, -1), (None, 0.5), ([2], 1), ([-1], 1)):
+        with pytest.raises((ValueError, TypeError), match=r"by is|request is"):
+            cache.advance(*arguments)
+
+
 TOKENS = torch.ones(2, 4, dtype=torch.int64)
 
 

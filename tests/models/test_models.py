@@ -201,6 +201,12 @@ def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], text
         config_of(**changes)
 
 
+@pytest.mark.parametrize("options", [{"layout": "nonsense"}, {"timeout": -5}, {"exchange": 1j}, {"ranks_per_node": "two"}], ids=str)
+def test_options_of_processes_are_checked_on_one_process(options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"{next(iter(options))} is"):
+        LongNetLM(config_of(), **options)
+
+
 def test_what_a_model_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has no one pattern; ask config\.layers\[i\]\.pattern"):
         _ = LongNetConfig(**SHAPE | KINDS["mixed"]).pattern

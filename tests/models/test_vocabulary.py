@@ -85,12 +85,17 @@ def test_the_size_says_which_vocabulary_is_meant() -> None:
 def test_every_record_of_a_fasta_file_is_read_plain_or_packed(tmp_path: Path) -> None:
     text = b"; a remark\n>short plasmid c.7A>T\nACGT\n>long one\r\nACgtN\r\nrYAC\r\n\nGGT\n>nothing\n"
     files = {"plain.fa": text, "packed.fa.gz": gzip.compress(text), "other": b"ACGT", "cut.gz": gzip.compress(text * 100)[:-20]}
+    files["first.fa"] = b"ACGT\n>x\nACGT\n"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     for name in ("plain.fa", "packed.fa.gz"):
         records = [(head, BASES.decode(bases)) for head, bases in read_fasta(tmp_path / name)]
         assert records == [("short plasmid c.7A>T", "ACGT"), ("long one", "ACGTNNNACGGT"), ("nothing", "")]
-    for name, text_of in (("other", "holds no FASTA record"), ("cut.gz", r"cut\.gz cannot be decompressed")):
+    for name, text_of in (
+        ("other", "holds no FASTA record"),
+        ("cut.gz", r"cut\.gz cannot be decompressed"),
+        ("first.fa", "lines before the first"),
+    ):
         with pytest.raises(ValueError, match=text_of):
             read_fasta(tmp_path / name)
     with pytest.raises(FileNotFoundError):

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dilated_attention import pattern as patterns
-from dilated_attention.engine.ops.settings import DENSE, as_dense
+from dilated_attention.backends import AttentionRequest
+from dilated_attention.engine.ops.settings import as_dense, dense_form
+from dilated_attention.factory import EXAMPLES
 from dilated_attention.pattern import (
     Axial,
     BigBird,
@@ -35,7 +37,7 @@ from dilated_attention.pattern import (
     to_block_mask,
     with_sparsity,
 )
-from dilated_attention.pattern.blocks.compose import KINDS
+from dilated_attention.pattern.blocks.compose import KINDS, Intersection
 from tests.helpers.op_settings import settings as settings_of_call
 from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, compositions, lattice, listed, simple_patterns
 
@@ -91,11 +93,16 @@ class Near(LocalWindow):
     """A window of a user, which keeps other pairs than its base class."""
 
 
+class Both(Intersection):
+    """An intersection of a user, which keeps other pairs than its base class."""
+
+
 @pytest.mark.parametrize(
     ("pattern", "window"),
     [
         (LocalWindow((3, 20)), (3, 20)),
         (LocalWindow((None, 5)), (None, 5)),
+        (LocalWindow((None, None)), (None, None)),
         (Causal(), (None, 0)),
         (LocalWindow((9, 4)) & LocalWindow((4, 9)) & Causal(), (4, 0)),
         (LocalWindow(9) | LocalWindow(4), None),
@@ -104,23 +111,40 @@ class Near(LocalWindow):
         (BigBird(9, 0, 1), None),
         (PerHead((LocalWindow(9),) * 2), None),
         (Near(9), None),
+        (Both((LocalWindow(9), Causal())), None),
     ],
 )
-def test_windows_of_dense_attention(pattern: BlockPattern, window: tuple[int | None, int | None] | None) -> None:
-    """On a GPU dense kernels compute these patterns; where another backend is named, or on a CPU, lists of blocks do."""
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_windows_of_dense_attention(pattern: BlockPattern, window: tuple[int | None, int | None] | None, is_causal: bool) -> None:
+    """Of the patterns that are one, dense attention with this window and causality keeps the same pairs."""
     assert pattern.dense_window == window
-    call = settings_of_call(branches=None, blocks=pattern.spec())
-    assert as_dense(call, "cpu") == call and as_dense(call._replace(backend="math"), "cuda") == call._replace(backend="math")
-    found = as_dense(call, "cuda")
+    asked = AttentionRequest(hardware=EXAMPLES["hopper"], dtype=torch.bfloat16, head_dim=64)
+    form = dense_form(pattern, is_causal, asked)
     if window is None:
-        assert found == call
+        assert form is None
         return
-    left, right = (n if side is None else side for side, n in zip(window, (100, 100), strict=True))
+    assert form is not None
+    sides, causal = form
+    left, right = (100 if side < 0 else side for side in sides or (-1, -1))
     distance = torch.arange(100)[None] - torch.arange(100)[:, None]
-    assert torch.equal(pattern.dense_mask(100, 100, 1)[0], (distance >= -left) & (distance <= right))
-    assert found.branches == DENSE and not found.blocks and found.window_sides == window
-    unbounded = as_dense(settings_of_call(branches=None, blocks=LocalWindow((None, None)).spec()), "cuda")
-    assert unbounded.branches == DENSE and unbounded.window == ()
+    kept = (distance >= -left) & (distance <= (0 if causal else right))
+    assert torch.equal(pattern.dense_mask(100, 100, 1, is_causal=is_causal)[0], kept)
+
+
+def test_lists_of_blocks_compute_windows_where_own_kernels_do_not() -> None:
+    """On CPUs, older GPUs, in float64 and large float32 heads, with softcap; and where a backend is named."""
+    asked = AttentionRequest(hardware=EXAMPLES["hopper"], dtype=torch.bfloat16, head_dim=64)
+    for other in (
+        {"hardware": EXAMPLES["cpu"]},
+        {"hardware": EXAMPLES["turing"]},
+        {"hardware": replace(EXAMPLES["hopper"], packages=frozenset())},
+        {"dtype": torch.float64},
+        {"dtype": torch.float32, "head_dim": 256},
+        {"softcap": True},
+    ):
+        assert dense_form(LocalWindow(4), False, replace(asked, **other)) is None, other
+    call = settings_of_call(branches=None, blocks=LocalWindow(4).spec())
+    assert as_dense(call, torch.empty(1, 1, 1, 64)) == call
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

@@ -300,6 +300,19 @@ def test_a_checkpoint_that_does_not_fit_ends_in_one_line_and_the_run_goes_on(tex
     assert len(log_of(tmp_path / "run")) == 3
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train_longnet.py", "--resume", ""], "--resume is empty"),
+        (["train_genome.py", "--out", ""], "--out is empty"),
+        (["train_genome.py", "--context", "1k", "--short-context", "2k"], "--short-context is 2,048 and --context 1,024"),
+    ],
+)
+def test_paths_and_lengths_that_cannot_be(words: list[str], said: str, here: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, error = here(*words)
+    assert code == 2 and said in error, error
+
+
 @pytest.mark.parametrize(("script", "said"), [("train_longnet.py", "got -1"), ("slide_features.py", "torchrun started 2")])
 def test_one_process_of_several_reports_wrong_usage(script: str, said: str, tmp_path: Path) -> None:
     options = ["--lr", "-1"] if "train" in script else ["--features", str(tmp_path / "features"), "--labels", "labels.csv"]

@@ -89,4 +89,6 @@ class SdpaCpuBackend(ContainedBackend):
 
 def _bias_of_pairs(pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts bool (P, L or 1, S) to a bias (P, 1, L or 1, S) with 0 where kept and −inf elsewhere."""
-    return torch.where(pairs, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))[:, None]
+    return torch.where(
+        pairs, torch.zeros((), dtype=dtype, device=pairs.device), torch.full((), -torch.inf, dtype=dtype, device=pairs.device)
+    )[:, None]

@@ -12,7 +12,7 @@ from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.session import differences, session_of
 from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
-from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
 
 # kinds of calls that a rank remembers, before it forgets all of them
@@ -145,7 +145,8 @@ def _agreement(
     )
     # which blocks a function keeps may differ at each length
     lengths = seq_len if lives else 0
-    kind = alike, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
+    is_dense = not as_dense(settings, q).blocks
+    kind = alike, is_dense, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
     known = None if asks and lives else session.agreed.get(kind)
     number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
     arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": None if asks else seq_len, "cu_seqlens": None}
@@ -215,6 +216,9 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
         # a pattern that holds a function cannot be compared by name; the digest of its lists is compared once they are made
         name = type(pattern).__name__ if pattern.is_bound_to_process else settings.blocks
         same |= {"branches": settings.branches, "pattern": name, "block_size": str(pattern.block_size)}
+        if pattern.dense_window is not None:
+            # dense attention needs other rows than lists of blocks
+            same["backend of a window"] = "one of lists of blocks" if as_dense(settings, q).blocks else "auto"
     elif settings.branches is not None:
         names = "segment_lengths", "dilation_rates", "head_offsets", "branch_heads", "tail"
         same |= zip(names, settings.branches, strict=True)

@@ -78,6 +78,8 @@ class RingProblem:
         if self.pattern is not None:
             lengths = (end - start for start, end in self.documents)
             pairs += sum(self.pattern.pairs(length, self.num_heads, is_causal=self.is_causal) for length in lengths) / self.size
+        if self.window is not None and None not in self.window:
+            pairs = min(pairs, (sum(self.window) + 1) * self.num_heads * self.seq_len / self.size)  # type: ignore[arg-type]
         return pairs
 
     @property

@@ -235,13 +235,14 @@ def lists_of_kept(
 @torch.inference_mode(False)
 def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device) -> Tensor:
     """Returns the causal mask for each delta, (deltas, q_block, k_block / 32) int32: query m keeps key n of the block if n ≤ m + delta."""
-    delta = torch.tensor(list(deltas), dtype=torch.int64).reshape(-1, 1, 1)
-    return packed(torch.arange(k_block) <= torch.arange(q_block)[:, None] + delta).to(device)
+    delta = torch.tensor(list(deltas), dtype=torch.int64, device="cpu").reshape(-1, 1, 1)
+    queries, keys = torch.arange(q_block, device="cpu")[:, None], torch.arange(k_block, device="cpu")
+    return packed(keys <= queries + delta).to(device)
 
 
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _causal_interval(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns (low, high): each query sees keys [low, high), up to its own position."""
-    high = (torch.arange(num_queries, dtype=torch.int32) + (query_offset + 1)).clamp(max=num_keys).to(device)
+    high = (torch.arange(num_queries, dtype=torch.int32, device="cpu") + (query_offset + 1)).clamp(max=num_keys).to(device)
     return torch.zeros_like(high), high

@@ -113,19 +113,19 @@ def make_grid(
     for start, end in ((0, num_keys),) if documents is None else documents:
         queries = (0, num_queries) if documents is None else (start, end)
         table = _rows(queries, end - start, block, is_causal, query_offset, before, near)
-        columns = start + torch.arange(-(-(end - start) // k_block)) * k_block
+        columns = start + torch.arange(-(-(end - start) // k_block), device="cpu") * k_block
         keys.append(torch.stack([columns, (columns + k_block).clamp(max=end)]))
         places.append(Document((row, row + table.shape[1]), (column, column + columns.shape[0]), (start, end), queries[1] - queries[0]))
         tables.append(table)
         row, column = row + table.shape[1], column + columns.shape[0]
-    table = torch.cat(tables, 1) if tables else torch.zeros(7, 0, dtype=torch.int64)
+    table = torch.cat(tables, 1) if tables else torch.zeros(7, 0, dtype=torch.int64, device="cpu")
     on_device = table.to(device, torch.int32)
     return Grid(
         documents=tuple(places),
         num_rows=num_rows_of(num_queries, q_block, query_offset, num_documents),
         words=num_words_of(num_keys, k_block),
         queries=on_device[0:2],
-        keys=(torch.cat(keys, 1) if keys else torch.zeros(2, 0)).to(device, torch.int32),
+        keys=(torch.cat(keys, 1) if keys else torch.zeros(2, 0, device="cpu")).to(device, torch.int32),
         own=on_device[2:4],
         scored=on_device[4],
         seen=on_device[5],
@@ -141,7 +141,7 @@ def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool
     """
     q_block, k_block = block
     end = query_offset + queries[1] - queries[0]
-    first = torch.arange(query_offset // q_block * q_block, end, q_block)
+    first = torch.arange(query_offset // q_block * q_block, end, q_block, device="cpu")
     last = (first + q_block).clamp(max=end)
     low, high = (first - q_block + 1, first + 1) if before else (first, last)
     # clamped to the existing queries, with at least the first one

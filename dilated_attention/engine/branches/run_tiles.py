@@ -104,8 +104,9 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> bool:
     kind it does so once."""
     shape, q = plan.shape, tensors[0]
     kind = (
-        plan.pattern, shape.num_heads, shape.num_kv_heads, shape.is_causal, shape.window is None, shape.is_cut, len(shape.documents) > 1,
-        has_padding, plan.is_detached, plan.is_backward, plan.settings.needs_grad, plan.is_saved, plan.size[1], q.dtype, q.device,
+        plan.pattern, shape.num_heads, shape.num_kv_heads, shape.is_causal, tuple([side is None for side in shape.window or ()]),
+        shape.is_cut, len(shape.documents) > 1, has_padding, plan.is_detached, plan.is_backward,
+        plan.settings.needs_grad, plan.is_saved, plan.size[1], q.dtype, q.device,
     )  # fmt: skip
     # the words of dropout are drawn by a kernel that takes no meta tensors; a bias is rare
     if q.device.type != "cuda" or plan.settings.dropout_p or plan.settings.bias or kind in _started:

@@ -139,7 +139,7 @@ class DilatedKeys(RowKeys):
     def __init__(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_length: int, device: torch.device) -> None:
         super().__init__(max_length, device)
         branches = [(min(w, max_length), r) for w, r in pattern.branches]
-        offsets = torch.tensor(pattern.offsets(num_heads), dtype=torch.int64).T
+        offsets = torch.tensor(pattern.offsets(num_heads), dtype=torch.int64, device="cpu").T
         # heads that share a key/value head form one group if they read the same keys
         of_kv = offsets.view(num_kv_heads, num_heads // num_kv_heads, -1)
         if bool((offsets == offsets[0]).all()):

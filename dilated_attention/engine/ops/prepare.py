@@ -63,7 +63,11 @@ def make_plan(
     # the most positions that a problem spans, and the most rows that it has
     longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
     length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
-    causal, window = settings.is_causal, settings.window_sides
+    causal, window = settings.is_causal, None
+    if settings.window:
+        # libraries count the sides of a window in 32 bits
+        left, right = (None if side < 0 else min(side, Nk) for side in settings.window)
+        window = left, right
     # masks, dropout and bias depend on positions, so a launch with them holds only heads of one offset
     by_position = settings.dropout_p > 0 or bool(settings.bias)
     shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)

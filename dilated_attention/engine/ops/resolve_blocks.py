@@ -342,7 +342,7 @@ class ResolvedUnion(LocalCall):
 
 def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> LocalCall:
     """Returns the record of calls of a block pattern, with or without branches, like this one."""
-    settings = as_dense(settings, q.device.type)
+    settings = as_dense(settings, q)
     if not settings.blocks:
         return resolve(q, k, padding, settings)
     kind: type[LocalCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion

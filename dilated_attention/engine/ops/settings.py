@@ -9,8 +9,12 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
+from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 
 # segment_lengths, dilation_rates, head_offsets, branch_heads, tail
@@ -80,21 +84,35 @@ class CallSettings(NamedTuple):
         return settings_text(tuple(self[:_NUM_FIXED])), self.scale, self.dropout_p, self.query_offset, self.seq_len
 
 
-def as_dense(settings: CallSettings, device_type: str) -> CallSettings:
-    """Returns the settings of dense attention with a window where this computes a call of a block pattern (see ``window_of``)."""
-    if not settings.blocks or settings.branches is not None or settings.backend != "auto":
+def as_dense(settings: CallSettings, q: torch.Tensor) -> CallSettings:
+    """Returns the settings of the dense attention that computes a call of a block pattern, where one does (see ``dense_form``)."""
+    if not settings.blocks or settings.branches is not None or settings.backend != "auto" or not q.is_cuda:
         return settings
-    window = window_of(pattern_from_spec(settings.blocks), device_type)
-    return settings if window is None else settings._replace(branches=DENSE, blocks="", window=window)
+    return _as_dense(settings, q.dtype, q.shape[3], q.device)
 
 
-def window_of(pattern: object, device_type: str) -> tuple[int, ...] | None:
-    """Returns the window of the dense attention that computes a block pattern, as in ``CallSettings``; None where lists of blocks do. A
-    GPU's dense kernels take a window in closed form: a new length needs no lists, and packed documents are one launch."""
-    sides = pattern.dense_window if isinstance(pattern, BlockPattern) and device_type == "cuda" else None
-    if sides is None or sides == (None, None):
-        return None if sides is None else ()
-    return tuple([-1 if side is None else side for side in sides])
+@functools.lru_cache(maxsize=256)
+def _as_dense(settings: CallSettings, dtype: torch.dtype, head_dim: int, device: torch.device) -> CallSettings:
+    asked = AttentionRequest(hardware=detect(device), dtype=dtype, head_dim=head_dim, needs_grad=True, softcap=settings.softcap > 0)
+    form = dense_form(pattern_from_spec(settings.blocks), settings.is_causal, asked)
+    return settings if form is None else settings._replace(branches=DENSE, blocks="", window=form[0], is_causal=form[1])
+
+
+def dense_form(pattern: object, is_causal: bool, asked: AttentionRequest) -> tuple[tuple[int, ...], bool] | None:
+    """Returns (window as in ``CallSettings``, whether it is causal) of the dense attention that computes a block pattern; None where lists
+    of blocks do: for other patterns, and where this project's own kernels cannot run, which take windows beside all options. Dense kernels
+    take a window in closed form: a new length needs no lists, and packed documents are one launch.
+
+    Args:
+        asked: the kind of call; its window does not matter.
+    """
+    sides = pattern.dense_window if isinstance(pattern, BlockPattern) else None
+    if sides is None or registry.get("tiles").reasons_against(replace(asked, window=True, blocks=None, block_masks="none")):
+        return None
+    left, right = sides
+    if left is None and (right is None or right == 0 or is_causal):
+        return (), is_causal or right == 0
+    return (-1 if left is None else left, -1 if right is None else right), is_causal
 
 
 # the fields before this one are the fixed part

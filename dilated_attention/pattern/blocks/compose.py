@@ -155,7 +155,8 @@ class Intersection(_Composite):
     @property
     def dense_window(self) -> tuple[int | None, int | None] | None:
         windows = [part.dense_window for part in self.parts]
-        if None in windows:
+        # a derived class may keep other pairs
+        if None in windows or type(self) is not Intersection:
             return None
         left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(*windows, strict=True))  # type: ignore[arg-type]
         return left, right
