@@ -18,6 +18,7 @@ from dilated_attention.engine.branches.launches import Masks, Rows, launches_of,
 from dilated_attention.engine.branches.problems import Problem, Shape, problems_of
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
+from dilated_attention.engine.ops.settings import DENSE, CallSettings
 from dilated_attention.factory import EXAMPLES
 from dilated_attention.testing import Space, inputs, random_case
 from tests.helpers.op_settings import calls_of
@@ -196,3 +197,25 @@ def test_a_launch_into_given_views_has_the_gradient_of_lse_that_its_backend_lack
     for found in (run_problems.backward(backward, tensors, Masks(), dlse, None, view) for view in (None, into)):
         torch.testing.assert_close(found, expected)
     torch.testing.assert_close(into, expected)
+
+
+# what each setting is to the choice of a backend: a field of the request, "by name", or "" where every kernel computes it, since it
+# changes which problems there are, what is done with their results, or nothing
+ASKED_OF_BACKENDS = {
+    "branches": "", "blocks": "blocks", "window": "window", "is_causal": "causal", "detached": "", "deterministic": "deterministic",
+    "needs_grad": "needs_grad", "backend": "by name", "precision": "precision", "softcap": "softcap", "has_sinks": "", "bias": "bias",
+    "sharding": "", "scale": "", "dropout_p": "dropout", "query_offset": "", "seq_len": "",
+}  # fmt: skip
+
+
+def test_no_setting_is_unknown_to_the_choice_of_a_backend() -> None:
+    """A setting that the request lacks would be ignored by a backend that cannot do it."""
+    assert tuple(ASKED_OF_BACKENDS) == CallSettings._fields
+    q = torch.empty(1, 64, 2, 16, device="meta")
+    given = {"window": (3, 0), "is_causal": True, "deterministic": True, "softcap": 2.0, "bias": "position", "dropout_p": 0.5}
+    plain = prepare.make_plan(settings_of_call(branches=DENSE), (q, q, q), False, hardware=EXAMPLES["cpu"]).request
+    for name, value in given.items():
+        call = settings_of_call(branches=DENSE, backend="math", **{name: value})
+        request = prepare.make_plan(call, (q, q, q), False, hardware=EXAMPLES["cpu"]).request
+        field = ASKED_OF_BACKENDS[name]
+        assert getattr(request, field) != getattr(plain, field), name
