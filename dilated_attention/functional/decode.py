@@ -58,7 +58,7 @@ def decode_attention(
     >>> out = decode_attention(q, cache_k, cache_v, lengths, pattern)
     """
     check_names("decode_attention", options)
-    sinks, return_lse = options.get("sinks"), options.get("return_lse", False)
+    sinks, return_lse = options.get("sinks"), check.check_bool("return_lse", options.get("return_lse", False))
     way_out = "pass detached tensors outside of vmap, in one call for all requests; for derivatives call the forward with query_offset"
     refuse_transforms("decode_attention", way_out, q, k, v, positions, page_table, sinks)
     _check_tensors(q, k, v, positions, page_table)

@@ -17,7 +17,7 @@ from dilated_attention.models.config import NUM_BASES
 from dilated_attention.models.kv_cache import KVCache, PagedKVCache
 from dilated_attention.models.stack import PaddingOptions, rows_of
 from dilated_attention.models.text import check_ids, check_tokens
-from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_number, shown
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int, check_bool, check_number, shown
 
 # a LongNetLM, whose module imports this one
 LanguageModel = Any
@@ -107,7 +107,7 @@ class Stepper:
 
     def __init__(self, model: LanguageModel, cache: KVCache, *, cuda_graph: bool = True) -> None:
         self.model, self.cache = model, cache
-        self.uses_graph = cuda_graph and cache.device.type == "cuda"
+        self.uses_graph = check_bool("cuda_graph", cuda_graph) and cache.device.type == "cuda"
         self.tokens = torch.zeros(cache.num_requests, 1, dtype=torch.int64, device=cache.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor | None = None

@@ -125,7 +125,7 @@ class MultiheadAttention(nn.Module):
 
     def _computed(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[torch.Tensor, None]:
         """Computes a call in nn.MultiheadAttention's form; ``options`` are those of ``forward``."""
-        if options.pop("need_weights", False):
+        if check.check_bool("need_weights", options.pop("need_weights", False)):
             raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
         if options.pop("attn_mask", None) is not None:
             raise ValueError(
