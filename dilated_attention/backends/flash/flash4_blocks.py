@@ -230,9 +230,10 @@ def _tables(lists: BlockLists, of_columns: bool, together: int) -> Iterator[Bloc
             last = min(first + step, H)
             lists_of_table = torch.arange(B * H * blocks, device=starts.device).view(B, H, blocks)[:, first:last, start:end].flatten()
             row, entry = elements_of(starts[lists_of_table].long(), starts[lists_of_table + 1].long())
-            whole = torch.ones_like(entry, dtype=torch.bool) if masks is None else masks[entry] < 0
-            shape = (B, last - first, end - start)
-            partial, full = (_side(row[kept], others[entry[kept]], shape, most) for kept in (~whole, whole))
+            other, shape = others.index_select(0, entry), (B, last - first, end - start)
+            whole = torch.ones_like(entry, dtype=torch.bool) if masks is None else masks.index_select(0, entry) < 0
+            parts = (kept.nonzero()[:, 0] for kept in (~whole, whole))
+            partial, full = (_side(row.index_select(0, part), other.index_select(0, part), shape, most) for part in parts)
             yield BlockTable((first, last), start, end, partial, full)
 
 

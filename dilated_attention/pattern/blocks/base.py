@@ -453,6 +453,16 @@ def elements_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
 
 
+def ordered(numbers: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    """Returns distinct int64 numbers from 0 below ``end`` in ascending order, and where each of them was."""
+    if numbers.is_cuda or end > 16 * len(numbers):
+        return numbers.sort()
+    # on a CPU, marking them takes a third of the time of sorting them
+    place = numbers.new_full((end,), -1).scatter_(0, numbers, torch.arange(len(numbers), device=numbers.device))
+    ascending = (place >= 0).nonzero()[:, 0]
+    return ascending, place.index_select(0, ascending)
+
+
 def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Returns the heads of indices into ``heads``."""
     return group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=group.device)[group]

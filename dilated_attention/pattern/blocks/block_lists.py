@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, divided, head_of
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, divided, head_of, ordered
 from dilated_attention.pattern.checks import check_bool
 
 T = TypeVar("T")
@@ -147,13 +147,15 @@ class ColumnLists(NamedTuple):
 
 @torch.inference_mode(False)
 def _by_column(lists: BlockLists) -> ColumnLists:
-    group, row = divided(lists.row_of_entry.to(torch.int32), max(lists.num_rows, 1))
+    group, row = divided(lists.row_of_entry, max(lists.num_rows, 1))
     # the list by column that each entry goes to, and how many there are
     target, num_lists = group * lists.num_columns + lists.columns, lists.num_groups * lists.num_columns
-    # stable: entries are sorted by row, and stay so in each column
-    ordered, order = target.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(num_lists + 1, dtype=torch.int32, device=target.device), out_int32=True)
-    return ColumnLists(starts, row[order], None if lists.masks is None else lists.masks[order])
+    # by list and then by row
+    places, order = ordered(target * lists.num_rows + row, num_lists * lists.num_rows)
+    ends = torch.arange(num_lists + 1, device=target.device) * lists.num_rows
+    starts = torch.searchsorted(places, ends, out_int32=True)
+    rows, masks = row.to(torch.int32).index_select(0, order), lists.masks
+    return ColumnLists(starts, rows, None if masks is None else masks.index_select(0, order))
 
 
 def moved(x: Any, device: torch.device) -> Any:

@@ -8,7 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import ABSENT, FULL, BlockPattern, Blocks, Grid, MaskMod, States, divided, elements_of, state_of
+from dilated_attention.pattern.blocks.base import (
+    ABSENT,
+    FULL,
+    BlockPattern,
+    Blocks,
+    Grid,
+    MaskMod,
+    States,
+    divided,
+    elements_of,
+    ordered,
+    state_of,
+)
 from dilated_attention.pattern.blocks.whole_blocks import checked_seed, hashed
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
@@ -305,8 +317,9 @@ class BigBird(GlobalLocal):
         draws = self.draws(grid, torch.tensor(heads, device=grid.device)[:, None], rows)
         drawn = grid.block_number((group * grid.num_rows + rows - grid.first_row)[..., None], draws)[draws >= 0]
         # drawn blocks are distinct from the others, so no block occurs twice
-        blocks, order = torch.cat([shared.flatten(), drawn]).sort()
-        full, key = (torch.cat([x.repeat(len(heads)), x.new_ones(len(drawn))])[order] for x in (state == FULL, key))
+        blocks, order = ordered(torch.cat([shared.flatten(), drawn]), len(heads) * grid.num_rows * grid.num_columns)
+        both = (torch.cat([x.repeat(len(heads)), x.new_ones(len(drawn))]) for x in (state == FULL, key))
+        full, key = (x.index_select(0, order) for x in both)
         return grid.blocks_of(blocks), full, key
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
