@@ -88,14 +88,17 @@ def as_dense(settings: CallSettings, q: torch.Tensor) -> CallSettings:
     """Returns the settings of the dense attention that computes a call of a block pattern, where one does (see ``dense_form``)."""
     if not settings.blocks or settings.branches is not None or settings.backend != "auto" or not q.is_cuda:
         return settings
-    return _as_dense(settings, q.dtype, q.shape[3], q.device)
-
-
-@functools.lru_cache(maxsize=256)
-def _as_dense(settings: CallSettings, dtype: torch.dtype, head_dim: int, device: torch.device) -> CallSettings:
-    asked = AttentionRequest(hardware=detect(device), dtype=dtype, head_dim=head_dim, needs_grad=True, softcap=settings.softcap > 0)
-    form = dense_form(pattern_from_spec(settings.blocks), settings.is_causal, asked)
+    form = _form_of(settings.blocks, settings.is_causal, settings.softcap > 0, q.dtype, q.shape[3], q.device)
     return settings if form is None else settings._replace(branches=DENSE, blocks="", window=form[0], is_causal=form[1])
+
+
+# equal for all lengths
+@functools.lru_cache(maxsize=256)
+def _form_of(
+    blocks: str, is_causal: bool, softcap: bool, dtype: torch.dtype, head_dim: int, device: torch.device
+) -> tuple[tuple[int, ...], bool] | None:
+    asked = AttentionRequest(hardware=detect(device), dtype=dtype, head_dim=head_dim, needs_grad=True, softcap=softcap)
+    return dense_form(pattern_from_spec(blocks), is_causal, asked)
 
 
 def dense_form(pattern: object, is_causal: bool, asked: AttentionRequest) -> tuple[tuple[int, ...], bool] | None:
