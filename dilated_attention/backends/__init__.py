@@ -42,13 +42,13 @@ registry.register(TritonBlocksBackend())
 registry.register(TilesBackend())
 registry.register(MathBackend())
 
-# The orders that apply where no shipped table of measured rates has a row for a request (rates.py). "sm8x": every GPU of compute
-# capability 8. A backend that is in no order comes after these; flash3_fp8 need not be in one, since nothing else computes precision="fp8".
+# The orders of preference for dense calls, of all backends for which rates.py has no measured rate. "sm8x": every GPU of compute
+# capability 8. Backends that are left out follow in the order of registration; flash3_fp8 is, since it alone computes precision="fp8".
 registry.set_order("cpu", ("sdpa_cpu", "math"))
 # Blackwell: sm10x in data centres, sm12x in consumer GPUs
 registry.set_order("sm10x", ("flash4", "sdpa_cudnn", "sdpa_flash", "flash2", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
 registry.set_order("sm12x", ("flash4", "flash2", "sdpa_flash", "sdpa_cudnn", "tiles", "sdpa_efficient", "xformers", "flex", "math"))
-# Hopper: by the H200 figures in each backend's ``source``
+# Hopper: by the H200 figures in ``Capabilities.source`` of each backend
 registry.set_order(
     "sm9x", ("flash4", "flash3", "sdpa_cudnn", "flash2", "sdpa_flash", "tiles", "sdpa_efficient", "xformers", "flex", "math")
 )
@@ -60,8 +60,8 @@ registry.set_order("sm7x", ("sdpa_efficient", "flex", "math"))
 registry.set_order("sm6x", ("math", "sdpa_efficient"))
 registry.set_order("rocm", ("math",))
 
-# Orders for block lists, where the shipped table has no row. Hopper: benchmarks speed --cases "blocks*" on an H200. Elsewhere our
-# kernels go first, since flex_attention uses the same compiler and compiles for seconds per kind of call; neither was measured there.
+# The same for block lists. Hopper's order was measured: python -m benchmarks speed --cases "blocks*", on an H200. On other GPUs nothing
+# was: "triton" goes before "flex", which compiles for seconds for each kind of call.
 registry.set_order("cpu", ("sdpa_cpu", "math"), kind="blocks")
 registry.set_order("sm9x", ("flash4", "triton", "flex", "math"), kind="blocks")
 for _architecture in ("sm10x", "sm12x", "sm8x", "sm7x"):

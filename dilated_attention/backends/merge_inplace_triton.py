@@ -16,6 +16,7 @@ _TILE_ELEMENTS = 4096
 def merged_weights(lse, part_lse):  # type: ignore[no-untyped-def]
     """Returns (merged lse, weight, part_weight), as ``merge.merge_weights`` does. Two empty parts have zero weights and stay empty."""
     high = tl.maximum(lse, part_lse)
+    # of two empty parts: 0 avoids −inf − (−inf) = NaN, and a total of 1 below 0/0
     high = tl.where(high == -float("inf"), 0.0, high)
     weight, part_weight = tl.exp(lse - high), tl.exp(part_lse - high)
     total = weight + part_weight
@@ -24,8 +25,8 @@ def merged_weights(lse, part_lse):  # type: ignore[no-untyped-def]
     return merged, weight / total, part_weight / total
 
 
-# not specialised on these, which change with the length: a kernel would be compiled for each. A head of lse is one row, so its strides are
-# among them
+# not specialised on these, which change with the length: a kernel would be compiled for each. lse is stored as (batch, heads, length), so
+# its strides are among them
 _VARYING = ["num_rows", *(f"{x}_stride_{axis}" for x in ("lse", "part_lse") for axis in "plg")]
 
 
@@ -36,8 +37,8 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
     part_out_stride_p, part_out_stride_l, part_out_stride_g, part_lse_stride_p, part_lse_stride_l, part_lse_stride_g,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # problems and rows share the only grid dimension without a small limit; addresses have 64 bits, since rows of a dilated view may be
-    # gigabytes apart
+    # problems and rows are both in the first grid dimension, since the others are limited to 65,535; addresses have 64 bits, since rows of
+    # a dilated view may be gigabytes apart
     tiles = tl.cdiv(num_rows, ROWS)
     rows = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, problem = tl.program_id(1).to(tl.int64), (tl.program_id(0) // tiles).to(tl.int64)
@@ -60,7 +61,8 @@ def _onto_kernel(  # type: ignore[no-untyped-def]
 
 
 def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merges into out and lse in place. out, part_out (P, L, G, D) have last stride 1; lse, part_lse (P, L, G) are float32."""
+    """Merges into out and lse in place. out, part_out (problems P, rows L, heads G, D) have last stride 1; lse,
+    part_lse (P, L, G) are float32."""
     P, L, G, D = out.shape
     assert out.stride(-1) == 1 and part_out.stride(-1) == 1
     block = triton.next_power_of_2(D)

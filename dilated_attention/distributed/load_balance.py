@@ -1,10 +1,10 @@
 """Layouts whose processes have equal work: of packed documents, and of several kinds of layers at once.
 
-Work is counted as query-key pairs, as means over heads: a causal dense query at position x of its document has x + 1; a head of a branch
-(w, r) that takes position x has as many as it takes of the x mod w positions before it in the segment and itself. Of block patterns the
-blocks count whole, as kernels compute them.
+Work is counted as query-key pairs, as means over heads: a causal dense query at position x of its document has x + 1; of a branch with
+segments of w and rate r it has floor((x mod w) / r) + 1 in the heads that take x. Of block patterns the blocks count whole, as kernels
+compute them.
 
-Loads are rows (positions, pairs of each kind of layer), in shares of what a process holds on average: 1 is even.
+A load is a vector (positions, pairs of each kind of layer), each divided by the mean of a process: an even process has 1 everywhere.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Runs = list[Range]
 DENSE = DilatedPattern((MAX_LENGTH,), (1,), "zero")
 # maximum over mean pairs of a process up to which a layout counts as balanced
 BALANCED = 1.03
-# the largest load of a piece, in shares of what a process holds: few large pieces are tried before many small ones
+# the largest load of a piece, tried one after the other: few large pieces before many small ones
 LARGEST = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
-# neighbouring documents form a piece up to this part of the largest load
+# neighbouring documents are one piece up to this fraction of the largest load
 SMALL = 0.25
 # rounds of exchanges between processes
 MOST_EXCHANGES = 64
@@ -114,11 +114,12 @@ def pairs_of(
         counts = torch.bincount(torch.tensor([offset for offset in offsets if offset != NOT_IN_BRANCH], dtype=torch.int64), minlength=rate)
         segment = min(segment, len(longest))
         inside = positions % segment
-        # a head that takes the position takes every ``rate`` before and behind it
+        # a head that takes the position takes every ``rate``-th before and after it
         taken = inside // rate + 1
         if not is_causal:
-            behind = each.repeat_interleave(each) - positions
-            taken += (torch.minimum(behind, segment - inside) - 1) // rate
+            # positions to the end of the document, this one included
+            left = each.repeat_interleave(each) - positions
+            taken += (torch.minimum(left, segment - inside) - 1) // rate
         total += counts[inside % rate] * taken
     total /= num_heads
     return torch.cat([total[:length] for length in lengths]) if is_causal else total
@@ -132,8 +133,8 @@ def _pairs_of_blocks(pattern: BlockPattern, lengths: Sequence[int], num_heads: i
         blocks = lists.row_starts.diff().view(lists.num_heads, -1).double().mean(0).cpu()
         return (blocks * pattern.k_block).repeat_interleave(pattern.q_block)[:length]
 
-    # the rows of a causal pattern that is the same in every sequence are the first of the longest document's; a block of more queries than
-    # keys may hold keys behind a document's last
+    # in a causal pattern that is prefix-stable a position keeps the same keys in every document, so the counts of the longest one serve
+    # all; but a block of more queries than keys may reach key blocks after a shorter document's end, and heads draw blocks by the length
     longest = max(lengths)
     if is_causal and pattern.is_prefix_stable and pattern.q_block <= pattern.k_block and not pattern.at(longest).per_head:
         return torch.cat([of_length(longest)[:length] for length in lengths])
@@ -147,7 +148,7 @@ class Dealer:
         self.documents, self.size, self.unit, self.seq_len = documents, size, unit, documents[-1][1]
         self._starts = [start for start, _ in documents]
         assert all(bool(x.sum().isfinite()) for x in pairs), "pairs overflow"
-        # of each kind the pairs before a position, and what a process holds on average; a pattern that keeps nothing is even anyhow
+        # of each kind the pairs before a position, and the mean of a process; a pattern without pairs needs no balance
         before = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in pairs]
         self._kinds = [(x, float(x[-1]) / size) for x in before if x[-1]]
 
@@ -198,46 +199,48 @@ class Dealer:
         return dealt
 
     def _exchange(self, loads: torch.Tensor, owner: torch.Tensor, excess: torch.Tensor) -> bool:
-        """Exchanges a piece of the most uneven process for one of another, or for none, to the least sum of squares of ``excess``; returns
-        whether there was such an exchange. Without them as even a layout has three times as many runs."""
-        rank, nothing = int(excess.abs().amax(1).argmax()), torch.zeros_like(excess)
+        """Swaps a piece of the most uneven process for a piece of another process, or gives or takes one without return: what reduces the
+        sum of squares of ``excess`` most. Returns False if nothing does. Without swaps as even a layout has three times as many runs."""
+        rank, no_piece = int(excess.abs().amax(1).argmax()), torch.zeros_like(excess)
         mine, others = (owner == rank).nonzero()[:, 0], (owner != rank).nonzero()[:, 0]
-        given, taken = torch.cat([loads[mine], nothing[:1]]), torch.cat([loads[others], nothing])
+        given, received = torch.cat([loads[mine], no_piece[:1]]), torch.cat([loads[others], no_piece])
         holders = torch.cat([owner[others], torch.arange(self.size)])
-        # |moved|² + moved · difference, of moved = given − taken
+        # half of the change of the sum of squares: |moved|² + moved · difference, of moved = given − received
         difference = excess[holders] - excess[rank]
-        change = given.square().sum(1)[:, None] + (taken * (taken - difference)).sum(1) + given @ (difference - 2 * taken).T
+        change = given.square().sum(1)[:, None] + (received * (received - difference)).sum(1) + given @ (difference - 2 * received).T
         change[:, holders == rank] = 0.0
         i, j = divmod(int(change.argmin()), len(holders))
         if float(change[i, j]) > -1e-9:
             return False
+        # an index after the last piece is no piece: the slice is empty
         owner[mine[i : i + 1]] = holders[j]
         owner[others[j : j + 1]] = rank
         return True
 
     def _pieces(self, largest: float, paired: bool) -> list[Runs]:
-        """Cuts documents with more than the largest load of some kind into chunks, or pairs of chunks equally far from both ends, all with
-        as many causal pairs. Short neighbours form one piece."""
+        """Cuts each document whose load exceeds ``largest`` into pieces of equal length; ``paired``: a piece is two chunks, equally far
+        from both ends, so that causal pieces have about equally many pairs. Short neighbours are one piece."""
         pieces: list[Runs] = []
         # the loads of the last piece, if it is one of short neighbours
         small: torch.Tensor | None = None
         for (start, end), load in zip(self.documents, self._loads(self.documents), strict=True):
             most = float(load.max())
             if most <= largest:
-                small = load if small is None else small + load
-                if small is load or float(small.max()) > SMALL * largest:
+                is_new = small is None or float((small + load).max()) > SMALL * largest
+                if is_new:
                     pieces.append([])
-                    small = load
+                small = load if small is None or is_new else small + load
                 pieces[-1].append((start, end))
                 continue
             small, count, units = None, math.ceil(most / largest), -(-(end - start) // self.unit)
-            # as many on each process
+            # rounded up, so that each process can get equally many; where there are few, it does not matter
             count = -(-count // self.size) * self.size if count > self.size / 2 else count
             # rounded up, since a document's last unit may be short
-            together = [-(-units * i // count) for i in range(count + 1)]
-            front = [-(-units * i // (2 * count)) for i in range(count + 1)] if paired else together
+            bounds = [-(-units * i // count) for i in range(count + 1)]
+            # those of the chunks in front; an unpaired piece has no other
+            front = [-(-units * i // (2 * count)) for i in range(count + 1)] if paired else bounds
             for i in range(count):
-                back = (units - together[i + 1] + front[i + 1], units - together[i] + front[i])
+                back = (units - bounds[i + 1] + front[i + 1], units - bounds[i] + front[i])
                 chunks = [(start + low * self.unit, min(start + high * self.unit, end)) for low, high in ((front[i], front[i + 1]), back)]
                 pieces.append([run for run in chunks[: 1 + paired] if run[0] < run[1]])
         return pieces

@@ -13,11 +13,13 @@ from dilated_attention.pattern import BlockPattern, DilatedPattern
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KeySide:
-    """The keys that selected queries of one sequence, or of one packed document, may attend to; dense without branches and blocks.
+    """The keys that selected queries of one sequence, or of one packed document, may attend to. Without ``branches`` and
+    ``blocks`` attention is dense.
 
     Args:
         k: keys (B, N, Hk, D).
-        branches: pattern whose multiplicities are added.
+        branches: pattern whose multiplicities are added. A pair's multiplicity m says how many branches and blocks keep it; it multiplies
+            e^score.
         blocks: adds 1 to the multiplicity of kept pairs. One pattern for all batch entries, or one for each. A content-chosen pattern
             must be replaced by the blocks it chose.
         padding: (B, N) bool, True = the key is masked.
@@ -39,7 +41,8 @@ class KeySide:
         return self.k.shape[1]
 
     def weights(self, q: Tensor, positions: list[int], lse: Tensor | None, step: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first key, weights (B, H, R, K)) of rows q (B, R, H, D) at ``positions``, ``step`` keys at a time; other weights are 0.
+        """Yields (first key, weights (B, H, R, K)) of rows q (B, R, H, D) at ``positions``, ``step`` keys at a time; keys
+        outside of these chunks have weight 0.
 
         ``lse`` (B, H, R) may be None. It is then computed over all keys, which takes an additional pass.
         """
@@ -47,7 +50,7 @@ class KeySide:
         low, high = self._span(positions)
         chunks = [(first, min(first + step, high)) for first in range(low, high, step)]
         if lse is None:
-            lse = self._empty_lse(at, q.shape[2])
+            lse = self._first_lse(at, q.shape[2])
             for first, last in chunks:
                 lse = lse.logaddexp(self._logits(q, at, first, last).logsumexp(-1))
         # an empty row has no finite logit, so any finite shift works
@@ -58,6 +61,7 @@ class KeySide:
     def _span(self, positions: list[int]) -> tuple[int, int]:
         """Returns the range [low, high) that contains all keys of these positions."""
         low, high = 0, self.num_keys
+        # a branch stays inside its segment; blocks may keep any key
         if self.branches is not None and not self.blocks:
             lengths = self.branches.segment_lengths
             low = min(min(positions) // length * length for length in lengths)
@@ -77,7 +81,7 @@ class KeySide:
             m = m * (keys <= at[:, None])
         if self.padding is not None:
             m = m * ~self.padding[:, None, None, first:last]
-        # a score where m is 0 may be infinite, so nothing is added to it
+        # not the sum alone: an infinite score and log 0 make NaN
         return torch.where(m > 0, scores + m.log(), -torch.inf)
 
     def _multiplicity(self, rows: Tensor, keys: Tensor, num_heads: int) -> Tensor:
@@ -92,9 +96,11 @@ class KeySide:
             parts.append(torch.stack(kept))
         return sum(parts[1:], parts[0]).to(self.dtype)
 
-    def _empty_lse(self, at: Tensor, num_heads: int) -> Tensor:
-        """Returns (B, H, R): each row's lse without real keys, of its zero keys and its sink; −inf where there are none."""
+    def _first_lse(self, at: Tensor, num_heads: int) -> Tensor:
+        """Returns (B, H, R): each row's lse before any key of k is added, log(number of its zero keys + e^sink). A zero key is padding with
+        score 0 and value 0, of ``tail="zero_keys"``."""
         zero = torch.zeros((num_heads, at.shape[0]), dtype=self.dtype, device=at.device)
+        # they come after the last position, so causal queries do not see them
         if self.branches is not None and not self.is_causal:
             zero = zero_keys(self.branches, at, num_heads, self.num_keys).to(self.dtype)
         lse = zero.log()
@@ -113,6 +119,7 @@ def zero_keys(pattern: DilatedPattern, rows: Tensor, num_heads: int, num_positio
         real = (num_positions - rows // length * length).clamp(max=length)
         # ceil((real − offset) / rate)
         taken = -((offset - real) // rate)
+        # the places of a full segment that keys do not fill; heads outside of the branch have an offset that no row has
         zero = pattern.zero_keys(branch, num_positions, 0) - taken.clamp(min=0)
         total += torch.where(rows % length % rate == offset, zero, 0)
     return total

@@ -3,7 +3,7 @@
     a = x, act(x) or SiLU(gate) ∘ x,    x̂ = (a − mean) / std,    z = weight ∘ x̂ + bias
 
 The forward writes z. The backward gets dz and writes z again and the gradients of x and gate. Both read each input once. In names,
-"normal" is x̂; without a norm it is a, and so is z. An RMS norm has mean 0 and std √(avg(a²) + eps).
+"normal" means x̂; without a norm x̂ = a and z = a. An RMS norm has mean 0 and std √(avg(a²) + eps).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
-    # weight and bias get sums over all rows of this program, which are added up outside
+    # a program's partial sums of dweight and dbias, over its rows; the caller adds those of all programs
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         mask = (rows < num_rows)[:, None] & inside[None, :]
@@ -133,7 +133,7 @@ def _prepare_backward_kernel(  # type: ignore[no-untyped-def]
                 z = z + bias[None, :]
             tl.store(z_ptr + places, z.to(z_ptr.dtype.element_ty), mask=mask)
         if HAS_DZ:
-            # from here on da is dz, then dx̂, then da, then dx
+            # da is dz, then dx̂, then da, then dx: da = (dx̂ − x̂·mean(dx̂·x̂) − mean(dx̂)) / std, of an RMS norm without the last mean
             da = tl.load(dz_ptr + places, mask=mask, other=0.0).to(tl.float32)
             if NORM != "none":
                 # needs no exchange between threads: each holds its columns of all rows of the tile
@@ -175,16 +175,17 @@ def rows_launch(dtypes: Any, M: int, K: int, activation: str, norm: str, is_norm
         dtypes: of the launch's tensors, None for one that is absent. Forward: x, gate, weight, bias, z, x̂, statistics (2, M).
             Backward: x, gate, weight, bias, statistics, dz, z, dx, dgate; the launch takes one more, (programs, 2, K) float32, for each
             program's share of the gradients of weight and bias.
-        is_normal: forward: x̂ is written. Backward: x is x̂.
+        is_normal: x̂ is saved in place of x, only without an activation: the forward writes it, and the backward's x is it.
+        eps: of the norm, any number without one; None for the backward.
         needs_z: the backward writes z.
     """
-    # dz_dtype is read in the backward only
+    # the sixth is dz in a backward; in a forward it is x̂'s, and not read
     x_dtype, _, weight_dtype, bias_dtype, _, dz_dtype, *_ = dtypes
-    # tile: elements, from one row or several short ones; a longer row is one tile. per_thread: more than 8 elements (16 bytes of bfloat16)
-    # keep more bytes in flight. least_rows: for up to 4096 columns. Found by sweeps on an H200 with 45,682 rows of bfloat16. Forward: 42 µs
-    # for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs with 8 elements per thread). Backward: 103 and 669 µs; one row at a time, or
-    # no prefetch, takes a fifth to a half longer
-    tile, per_thread, least_rows = (2048, 16, 2) if eps is None else (4096, 32, 1)
+    # elements of a tile, which is one long row or several short ones; elements of a thread, more than 8 (16 bytes of bfloat16) to keep more
+    # bytes in flight; least rows of a tile, for up to 4096 columns. By sweeps on an H200 with 45,682 rows of bfloat16. Forward: 42 µs for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs with 8 elements per thread).
+    # Backward: 103 and 669 µs; one row at a time, or no prefetch, takes a fifth to a half longer
+    is_backward = eps is None
+    tile, per_thread, least_rows = (2048, 16, 2) if is_backward else (4096, 32, 1)
     block = triton.next_power_of_2(K)
     rows = max(least_rows if block <= 4096 else 1, tile // block)
     warps, tiles = min(32, max(4, block * rows // (32 * per_thread))), triton.cdiv(M, rows)
@@ -225,7 +226,7 @@ def _dropped_kernel(  # type: ignore[no-untyped-def]
         out = tl.where(_keep(tl.load(seed_ptr), places, THRESHOLD), out, 0.0)
     if HAS_PATH:
         # one 64-bit division per program: one per element would take longer than the memory accesses. ``beyond``: elements after the
-        # start of the program's first sample
+        # start of the program's first sample, at most per_sample + BLOCK of them, which 32 bits hold unless IS_LONG
         first = start // per_sample
         beyond = places - first * per_sample
         if not IS_LONG:

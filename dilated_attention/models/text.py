@@ -213,10 +213,10 @@ class KmerEmbedding(nn.Module):
         first, *others = (nn.Embedding(NUM_BASES**j, embed_dim, device=device, dtype=dtype) for j in range(1, k + 1))
         nn.init.normal_(first.weight, std=embed_dim**-0.5)
         for table in others:
-            # what neighbours add starts at 0: a code that is seldom seen then relies on its shorter ones
+            # 0 at first, so that a code that is seldom seen is embedded by its shorter, frequent ones
             nn.init.zeros_(table.weight)
         self.tables = nn.ModuleList((first, *others))
-        # whether ``check_ids`` has not read codes for this embedding yet
+        # until ``check_ids`` has read codes for this embedding
         self.is_new = True
 
     @property
@@ -227,7 +227,7 @@ class KmerEmbedding(nn.Module):
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         embedded = sum(table(codes % NUM_BASES**j) for j, table in enumerate(self.tables, 1))
         assert isinstance(embedded, torch.Tensor)
-        # the residual stream has the dtype of what enters it, and autocast leaves embeddings alone
+        # autocast does not cast embeddings, and the residual stream has the dtype of what enters it
         if torch.is_autocast_enabled(codes.device.type):
             return embedded.to(torch.get_autocast_dtype(codes.device.type))
         return embedded
@@ -250,13 +250,14 @@ def check_ids(name: str, tokens: torch.Tensor, embedding: nn.Module, *, waits: b
     of a sequence, whose neighbours may lie apart, so that bases cannot be told from codes.
     """
     if isinstance(embedding, KmerEmbedding):
-        # bases in place of codes cause no error on a GPU, so it is waited for to read them, once in the life of a model
+        # bases are valid codes and would go unnoticed, so the host waits for the GPU to read the first ones of an embedding
         if not tokens.numel() or not has_values(tokens, waits=waits or embedding.is_new):
             return
         embedding.is_new, waits = False, True
         way_out = f"tokens of this model are codes of {embedding.k} bases: use model.encode(text or bases)"
         check_range(name, tokens, embedding.num_embeddings, waits=waits, limit=f"5^{embedding.k} − 1", way_out=way_out)
-        # a code whose neighbour before it is not A is at least 5, so codes that are all below 5 have only A before the last
+        # a code is its base + 5 · the base before it + …, and A is 0. If all are below 5, every base before another is A, so all codes but
+        # the last must be 0; else these are bases
         if not is_shard and bool((tokens < NUM_BASES).all()) and bool(tokens[..., :-1].any()):
             raise ValueError(f"{name} are bases, 0 to 4; expected codes below {embedding.num_embeddings}: {way_out}")
     elif isinstance(embedding, nn.Embedding):

@@ -9,22 +9,23 @@ from typing import Any
 from dilated_attention.parsing import MAX_LENGTH as MAX_LENGTH
 from dilated_attention.parsing import shown as shown
 
-# limits on the heads that a pattern's counts may enumerate, and on its branches
+# the most heads, which patterns count one by one, and branches
 MAX_HEADS, MAX_BRANCHES = 2**20, 1024
-# limit on the processes of a group that is planned and not made
+# the most processes of a layout that is computed without a group
 MAX_RANKS = 2**20
 # elements of a mask of all pairs
 MAX_MASK = 2**32
-# positions of a block, each way
+# the sizes of a block, of queries and of keys
 BLOCK_SIZES = (64, 128)
 
 
 def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = MAX_LENGTH) -> int:
-    """Returns ``value`` as a Python int that fits into 64 bits. Refuses bool and float: a float length is nearly always a mistake."""
-    # an int is returned unchanged: torch.compile's symbolic ints do not support hasattr, and operator.index would make them constants
+    """Returns ``value`` as a Python int from ``minimum`` to ``maximum`` (None: no limit). Refuses bool and float: a float length is nearly
+    always a mistake."""
     if isinstance(value, bool):
         number = None
     elif isinstance(value, int):
+        # unchanged: operator.index would make torch.compile's symbolic ints constants, and they do not support hasattr
         number = value
     else:
         try:

@@ -50,7 +50,7 @@ def _produce(inputs, strides, shape, bounds, buffers, signals, total_tiles, D: g
     BLOCK: gl.constexpr = k_smem.shape[1]
     COLUMNS: gl.constexpr = k_smem.shape[2]
     stage = 0
-    # all buffers are empty at first, so that the first waits pass
+    # all buffers are empty at first: a new barrier counts as past phase 1, so the first waits for empty buffers pass
     phase = 1
     tile_phase = 1
     for index in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
@@ -107,7 +107,8 @@ def _consume(
 ):  # fmt: skip
     """Consumer warpgroup PART: computes 64 queries of each tile.
 
-    Results of branch ``direct`` go into out and lse. Those of the other branches go into parts and part_lse, from ``place`` on.
+    The branch numbered ``direct`` writes into out and lse. Other branches write results that are merged later into parts and part_lse, from
+    row ``place`` on.
     """
     rows_ptr, offsets_ptr = inputs
     out_ptr, lse_ptr, parts_ptr, part_lse_ptr = outputs
@@ -140,6 +141,7 @@ def _consume(
         fence_async_shared()
         q0, q1 = halves(q_smem.index(PART), D0, D1)
         first_key = begin
+        # the first block: scores and softmax alone
         mbarrier.wait(k_full.index(stage), phase)
         fence_async_shared()
         s_running = scores(q0, q1, k_smem.index(stage), zeros, D0, D1)
@@ -154,6 +156,7 @@ def _consume(
         last_phase = phase
         stage, phase = following(stage, phase, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=steps > 1)
+        # block t: its scores begin, then p·v of block t − 1, which was in ``last_stage``; its softmax runs beside them
         for t in range(1, steps):
             first_key += BLOCK
             fence_async_shared()
@@ -176,6 +179,7 @@ def _consume(
             last_stage = this_stage
             last_phase = this_phase
         mbarrier.arrive(tile_empty, count=1)
+        # p·v of the last block
         mbarrier.wait(v_full.index(last_stage), last_phase)
         fence_async_shared()
         o_running = warpgroup_mma(weights, v_smem.index(last_stage), o, is_async=True)
@@ -244,7 +248,7 @@ def forward_kernel(
                        num_queries, part_rows, direct, scale, D, D0, D1)),
             (_produce, (inputs, strides, shape, bounds, buffers, signals, total, D, FLAGS)),
         ],
-        # warps, and registers of a thread, of the second consumer and of the producer
+        # of the second consumer and the producer: warps, then registers of a thread; the first consumer has the program's own
         [4, 4],
         [224, 56],
     )  # fmt: skip

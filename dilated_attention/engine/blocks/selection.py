@@ -2,7 +2,8 @@
 
     score_h(r, c) = scale · mean(q_h of row r) · mean(k_h of block c)
 
-The choice is a single custom op, so torch.compile sees a tensor of bits. It has no gradient. Scores exist for some rows at a time.
+The choice is a single custom op, so torch.compile sees a tensor of bits. It has no gradient. To save memory, scores are computed for
+some rows at a time.
 The torch functions below are the definition and run on a CPU; ``selection_triton.py`` makes the same choice from the same scores.
 """
 
@@ -175,6 +176,7 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
     """Returns the data of all rows of a document. num_real (B, columns of all documents): number of keys per block that are not padding."""
     rows = slice(*document.rows)
     seen = grid.seen[rows]
+    # positions of the first row before the first query
     front = query_offset % pattern.q_block
     num_keys = document.keys[1] - document.keys[0]
     shape = (num_keys, num_heads, query_offset - front, document.num_queries + front, seen.device)
@@ -197,20 +199,22 @@ def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.
 def _kept_beyond(pattern: TopBlocks, missing: torch.Tensor, end: int, num_heads: int) -> torch.Tensor:
     """Returns (H or 1, rows) int32: of the ``missing`` columns (see ``Grid``) those that each row would always keep.
 
-    Only the last row, that of query ``end`` − 1, can have any, and with blocks of 64 or 128 positions at most one.
+    Only the last row, that of query ``end`` − 1, can have any; at most one, as blocks have 64 or 128 positions, so one test of all these
+    keys decides.
     """
     q_block, k_block = pattern.q_block, pattern.k_block
-    whole, first_key = -(-end // q_block) * q_block, -(-end // k_block) * k_block
-    if pattern.within is None or first_key >= whole:
-        # the diagonal is always kept
+    # where the last row would end if it were complete, and the first key of the first missing column
+    row_end, first_key = -(-end // q_block) * q_block, -(-end // k_block) * k_block
+    # without ``within`` the diagonal is always kept; from row_end on nothing is missing
+    if pattern.within is None or first_key >= row_end:
         return missing[None]
     statics = [x for x in (pattern.within, pattern.always) if x is not None]
     if not all(x.is_prefix_stable for x in statics):
         # of a longer sequence they may keep anything
         return torch.zeros_like(missing)[None]
-    places = [torch.arange(*x, device=missing.device) for x in ((whole - q_block, whole), (first_key, whole), (0, num_heads))]
+    places = [torch.arange(*x, device=missing.device) for x in ((row_end - q_block, row_end), (first_key, row_end), (0, num_heads))]
     queries, keys, heads = places[0][:, None], places[1], places[2][:, None, None]
-    kept = [x.at(whole).allowed(queries, keys, heads, whole).expand(num_heads, q_block, -1).any(2).any(1) for x in statics]
+    kept = [x.at(row_end).allowed(queries, keys, heads, row_end).expand(num_heads, q_block, -1).any(2).any(1) for x in statics]
     return missing * torch.stack(kept).any(0)[:, None]
 
 
@@ -252,7 +256,7 @@ def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     if part.real is not None:
         exists = exists & unpacked(part.real, num_columns)[:, None, None]
     allowed = exists if part.within is None else exists & unpacked(part.within, num_columns)
-    # only some queries of the row may see these blocks under causality, so their keys must not influence the choice
+    # the diagonal: under causality only some queries of the row see these blocks whole, so they are kept without a score
     forced = allowed & (column >= scored)
     if part.near or part.always is None:
         forced = forced | allowed & (column >= own_low) & (column < own_high)
@@ -299,9 +303,10 @@ def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor 
             assert part.budget is not None
             need = part.budget[..., None] - forced.sum(-1, keepdim=True)
         else:
-            before = (weight * forced[..., :width]).sum(-1, keepdim=True)
-            need = ((weight.sum(-1, keepdim=True) * share + 2**SHARE_BITS - 1) >> SHARE_BITS) - before
+            forced_weight = (weight * forced[..., :width]).sum(-1, keepdim=True)
+            need = ((weight.sum(-1, keepdim=True) * share + 2**SHARE_BITS - 1) >> SHARE_BITS) - forced_weight
         weight = (weight * candidates[..., :width]).gather(-1, order)
+        # a block is taken while the weights before it do not suffice
         taken = (weight.cumsum(-1) - weight < need) & candidates[..., :width].gather(-1, order)
         chosen[..., :width] |= torch.zeros_like(taken).scatter_(-1, order, taken)
     words = packed(chosen)

@@ -42,8 +42,8 @@ class Grid:
         scored: (rows,) int32: columns before this one are scored. Under causality, these are the ones that every query of the row sees
             entirely.
         seen: (rows,) int32: columns before this one exist for the row.
-        missing: (rows,) int32: columns that a causal row would also see if the sequence did not end inside the row, where nothing later
-            may change the choice; otherwise 0. Those that the row would always keep count as kept.
+        missing: (rows,) int32: how many columns the last row would see in addition if it were complete, so that a longer sequence makes
+            the same choice; 0 without causality, and where rows are scored by their own queries.
         last_scored: the same as ``scored``, on the host.
     """
 
@@ -119,6 +119,7 @@ def make_grid(
         tables.append(table)
         row, column = row + table.shape[1], column + columns.shape[0]
     table = torch.cat(tables, 1) if tables else torch.zeros(7, 0, dtype=torch.int64, device="cpu")
+    # the rows of ``_rows``
     on_device = table.to(device, torch.int32)
     return Grid(
         documents=tuple(places),
@@ -144,11 +145,11 @@ def _rows(queries: Range, num_keys: int, block: tuple[int, int], is_causal: bool
     first = torch.arange(query_offset // q_block * q_block, end, q_block, device="cpu")
     last = (first + q_block).clamp(max=end)
     low, high = (first - q_block + 1, first + 1) if before else (first, last)
-    # clamped to the existing queries, with at least the first one
+    # of positions the queries. The first row may begin before query 0; its range has at least that one
     low, high = (low - query_offset).clamp(min=0), (high - query_offset).clamp(min=1)
     columns = torch.full_like(first, -(-num_keys // k_block))
     own_low, own_high = first // k_block, (last - 1) // k_block + 1
-    # even a shorter last block counts as seen entirely only by queries after the point where a full block would end
+    # a shorter last block counts with its full length, so that a longer sequence scores the same blocks
     scored, seen = ((first + 1) // k_block, own_high) if is_causal else (columns, columns)
     if near:
         own_low, own_high = (own_low - 1).clamp(min=0), torch.minimum(own_high + 1, seen)

@@ -31,11 +31,12 @@ class SlideEncoder(ImageModel):
         config: the configuration; ``SlideEncoderConfig.gigapath()`` for Prov-GigaPath's, whose weights ``load_torchscale`` loads.
         options: see ``models.stack.ModelOptions``. Of a sharded model, tiles and coords are each process's shards, as ``shard_sequence``
             cuts them; the class token needs nothing from the caller. ``layout="striped"`` sends nearly every tile to another process, to
-            make room for the class token. A ``Layout`` is refused.
+            make room for the class token. A ``Layout`` is refused: it is made for one length, and there are two, with and without class
+            tokens.
 
     A sharded model returns the whole slides' vectors on every process. Compute the same loss from them everywhere: a process's gradient of
-    this model's parameters is then W times its share, and exact once DDP, FSDP2 or ``average_gradients`` have averaged; see
-    ``models.loss``. The first process draws drop path for all; dropout uses each process's own random generator.
+    this model's parameters is then its share times the number of processes, so an average, by DDP, FSDP2 or ``average_gradients``, is
+    exact; see ``models.loss``. The first process draws drop path for all; dropout uses each process's own random generator.
 
     Differs from Prov-GigaPath: positions are computed for the given tiles, without the table of grid_size² rows; slides of unequal
     length run in one batch; processes can share a slide.
@@ -92,7 +93,8 @@ class SlideEncoder(ImageModel):
             all_layers: return the vectors of the blocks' input and of each block's output, all without the encoder's own last norm.
 
         Returns:
-            (slides, E), or logits (slides, num_classes), or with ``pooling="none"`` (B, L, E); with ``all_layers`` [M + 1 such tensors].
+            (slides, E), or logits (slides, num_classes), or with ``pooling="none"`` (B, L, E). With ``all_layers`` a list of one such
+            tensor more than there are blocks, never logits.
 
         Raises:
             ValueError, TypeError: if tensors do not fit, a tile is outside the grid, or tiles on the CPU have NaN or infinite features
@@ -212,8 +214,8 @@ class SlideEncoder(ImageModel):
     def _begin(
         self, tiles: torch.Tensor, coords: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None = None
     ) -> tuple[torch.Tensor, list[int], dict[str, Any]]:
-        """Returns the input of the blocks, class tokens included, the bounds of slides in it (of a plain batch those of one row), and the
-        encoder's arguments that say so."""
+        """Returns the input of the blocks with class tokens, each slide's bounds in it ([0, 1 + L] of a plain batch), and the encoder's
+        arguments seq_len and cu_seqlens."""
         config, ring = self.config, self._shared
         bounds = checked_slides(tiles, coords, cu_seqlens, config.in_dim)
         places = grid_positions(
@@ -245,6 +247,7 @@ class SlideEncoder(ImageModel):
         else:
             parts = x.split([end - start for start, end in itertools.pairwise(bounds)], 1)
             x = torch.cat([rows for part in parts for rows in (token.expand(x.shape[0], 1, -1), part)], 1)
+        # each slide now begins with its class token
         bounds = [bound + slide for slide, bound in enumerate(bounds)]
         options: dict[str, Any] = {} if ring is None else {"seq_len": bounds[-1]}
         if cu_seqlens is not None:
@@ -252,7 +255,8 @@ class SlideEncoder(ImageModel):
         return self.dropout(x), bounds, options
 
     def _check_steps(self, coords: torch.Tensor, bounds: list[int]) -> None:
-        """Warns once if tiles are not ``tile_size`` apart: on the CPU of any call, on a GPU, which would wait, of the first one alone."""
+        """Warns once if tiles are not ``tile_size`` apart. Every call on a CPU is looked at until then, but only the first one on a GPU,
+        since reading coords makes the host wait."""
         if not self._checks_steps or not has_values(coords, waits=True):
             return
         message = wrong_step(coords, bounds, self.config.tile_size)
@@ -261,11 +265,12 @@ class SlideEncoder(ImageModel):
             warnings.warn(message, stacklevel=2)
 
     def _pool(self, x: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        # pooling="none"
         if self.norm is None:
             return self._tiles_of(x, bounds)
         is_mean = self.config.global_pool
         if self._shared is None and len(bounds) == 2:
             return self.norm(x[:, 1:].mean(dim=1) if is_mean else x[:, 0])
         runs = [(start + 1, end) if is_mean else (start, start + 1) for start, end in itertools.pairwise(bounds)]
-        # (B, E) of one run, or of packed slides with B = 1
+        # means (B, 1, E) of a batch, or (1, slides, E) of packed slides, to (slides, E)
         return self.norm(means_of_runs(x, runs, bounds[-1], self._shared).flatten(0, 1))
