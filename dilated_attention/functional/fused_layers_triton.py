@@ -182,8 +182,9 @@ def rows_launch(dtypes: Any, M: int, K: int, activation: str, norm: str, is_norm
     # the sixth is dz in a backward; in a forward it is x̂'s, and not read
     x_dtype, _, weight_dtype, bias_dtype, _, dz_dtype, *_ = dtypes
     # elements of a tile, which is one long row or several short ones; elements of a thread, more than 8 (16 bytes of bfloat16) to keep more
-    # bytes in flight; least rows of a tile, for up to 4096 columns. By sweeps on an H200 with 45,682 rows of bfloat16. Forward: 42 µs for 768 columns, 202 µs for 3072 with GELU (50 and 327 µs with 8 elements per thread).
-    # Backward: 103 and 669 µs; one row at a time, or no prefetch, takes a fifth to a half longer
+    # bytes in flight; least rows of a tile, for up to 4096 columns. By sweeps on an H200 with 45,682 rows of bfloat16. Forward: 42 µs for
+    # 768 columns, 202 µs for 3072 with GELU (50 and 327 µs with 8 elements per thread). Backward: 103 and 669 µs; one row at a time, or no
+    # prefetch, takes a fifth to a half longer
     is_backward = eps is None
     tile, per_thread, least_rows = (2048, 16, 2) if is_backward else (4096, 32, 1)
     block = triton.next_power_of_2(K)
