@@ -68,9 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flash3.load_library(library, os.environ.get("FLASH3_CUDART"))
         if library := os.environ.get("FLASH3_FP8_LIBRARY"):
             flash3_fp8.load_library(library)
-    if (path := getattr(options, "torchscale", None)) is not None and not Path(path).is_dir():
-        sys.stderr.write(f"error: --torchscale {path} is no folder; expected a clone of its source\n")
-        return 2
     options.device, options.is_small = device, options.size == "small" if options.size else not on_gpu
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     # garbage collection between groups then skips all that PyTorch has imported, which would take half a second each time

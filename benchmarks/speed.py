@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.case import Case, case_names, documents, family_of, make_case, new_lengths
 from benchmarks.contenders import Attend, Contender, Costs, contender
+from benchmarks.copies import TORCHSCALE, find
 from benchmarks.report import Group, Row
 from benchmarks.timing import NEW, WARM, Call, Refused, attempt, in_turns, loop, new_and_again, peak_bytes, positive, release
 from benchmarks.truth import wrong
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def groups(options: argparse.Namespace) -> list[Group]:
+    if options.torchscale:
+        find(Path(options.torchscale), TORCHSCALE)
     made = list[Group]()
     for name in case_names(options.cases, options.lengths):
         case = make_case(name, options.device, options.dtype, is_small=options.is_small)

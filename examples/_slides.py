@@ -33,6 +33,10 @@ def progress(items: Sequence[T], text: str) -> Iterator[T]:
         yield from bar
 
 
+def tell_of_class_token() -> None:
+    print("the class token of Prov-GigaPath's released weights was never trained: --global-pool takes the mean of the tiles")
+
+
 def model_folder(path: Path) -> Path:
     """The folder of the model, of a run or itself."""
     return path / "checkpoint" if (path / "checkpoint").is_dir() else path

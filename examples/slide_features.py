@@ -39,7 +39,7 @@ import torch
 from _slide_labels import PARTS, find_slides, with_parts
 from _slide_results import Tested, auc_of, save_table, save_vectors
 from _slide_tuning import Tuning
-from _slides import Refused, Slides, check, model_folder, progress
+from _slides import Refused, Slides, check, model_folder, progress, tell_of_class_token
 from recipe import settings
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
@@ -112,7 +112,7 @@ def build(args: argparse.Namespace, slides: Slides, device: torch.device) -> Sli
             # the segments that the weights were trained with, whatever a tile's pixels are
             lengths = SlideEncoderConfig.gigapath().encoder.segment_lengths
             if not (args.global_pool or args.tune_encoder):
-                print("the class token of Prov-GigaPath's released weights was never trained: --global-pool takes the mean of the tiles")
+                tell_of_class_token()
             shared |= {"segment_lengths": lengths, "dropout": 0.25, "drop_path": 0.1, "global_pool": args.global_pool}
             model = load_slide_encoder(args.checkpoint, **shared, **options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from _slide_labels import find_slides
 from _slide_results import Tested, auc_of, save_table, save_vectors
-from _slides import Refused, Slides, check, model_folder, progress
+from _slides import Refused, Slides, check, model_folder, progress, tell_of_class_token
 from recipe import settings
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
@@ -42,7 +42,7 @@ def load(path: Path, global_pool: bool, device: torch.device) -> SlideEncoder:
         if path.is_dir():
             return SlideEncoder.from_pretrained(model_folder(path), device=device)
         if not global_pool:
-            print("the class token of Prov-GigaPath's released weights was never trained: --global-pool takes the mean of the tiles")
+            tell_of_class_token()
         return load_slide_encoder(path, global_pool=global_pool, device=device).eval()
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise Refused(f"--checkpoint {path}: {error}") from error

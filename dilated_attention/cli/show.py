@@ -13,7 +13,7 @@ from dilated_attention.cli.common import add_command, add_pattern, bytes_of_gib,
 from dilated_attention.factory import MODEL_PRESETS, create_model
 from dilated_attention.parsing import size
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern, Pattern
-from dilated_attention.pattern.base import cell_pairs, cell_size, cell_sizes, draw
+from dilated_attention.pattern.base import cell_pairs, cell_size, cell_sizes, draw, picture_file
 from dilated_attention.pattern.checks import as_int
 
 # approximate number of pixels per side of a picture's panel
@@ -66,11 +66,7 @@ def _pattern(args: argparse.Namespace) -> int:
     as_int("--heads", args.heads, maximum=_MOST_HEADS)
     pattern = pattern_of(args, args.what)
     assert pattern is not None
-    image: Path | None = args.image
-    if image is not None:
-        if not image.name or image.is_dir():
-            raise ValueError(f"--image is {str(image)!r}, a folder; expected a file, such as pattern.png")
-        image = image if image.suffix else image.with_name(f"{image.name}.png")
+    image = None if args.image is None else picture_file("--image", args.image)
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
     if image is not None:
         cell = 1 if args.length <= _PIXELS else cell_size(pattern, args.length, _PIXELS)

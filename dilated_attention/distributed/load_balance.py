@@ -21,12 +21,12 @@ from dilated_attention.distributed.sharding.layout import Layout, joined
 from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import document_ranges
-from dilated_attention.pattern import MAX_LENGTH, NOT_IN_BRANCH, BlockPattern, DilatedPattern
+from dilated_attention.engine.ops.settings import DENSE, pattern_of
+from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import MAX_RANKS, as_int, as_int_tuple, check_bool
 
 AnyPattern = BlockPattern | DilatedPattern | None
 Runs = list[Range]
-DENSE = DilatedPattern((MAX_LENGTH,), (1,), "zero")
 # maximum over mean pairs of a process up to which a layout counts as balanced
 BALANCED = 1.03
 # the largest load of a piece, tried one after the other: few large pieces before many small ones
@@ -87,7 +87,7 @@ def balanced_layout(
     documents = _documents(cu_seqlens, seq_len)
     if not documents:
         return Layout(seq_len, ((),) * size)
-    pairs = [pairs_of(one or DENSE, documents, num_heads, is_causal=is_causal, device=torch.device(device)) for one in patterns]
+    pairs = [pairs_of(one or pattern_of(DENSE), documents, num_heads, is_causal=is_causal, device=torch.device(device)) for one in patterns]
     unit = max([1, *(max(one.q_block, one.k_block) for one in patterns if isinstance(one, BlockPattern))])
     dealer, best = Dealer(pairs, documents, size, unit), None
     for candidate in dealer.candidates(is_causal=is_causal):

@@ -118,7 +118,15 @@ def draw(pattern: Any, num_positions: int, num_heads: int, *, cell: int = 1, is_
     title = f"{type(pattern).__name__}{listed and f'({listed})'} · {num_positions} positions, {'causal' if is_causal else 'full'}"
     figure.suptitle(textwrap.fill(f"{title} · {density:.1%} of dense pairs", int(_LETTERS_PER_INCH * figure.get_figwidth())))
     if path is not None:
-        # the suffix determines the format; matplotlib adds .png if there is none
-        with replacing(path if Path(path).suffix else f"{path}.png") as new:
+        with replacing(picture_file("path", path)) as new:
             figure.savefig(new, dpi=120)
     return figure
+
+
+def picture_file(name: str, path: str | Path) -> Path:
+    """Returns the file that a picture is written to: its suffix determines the format, .png if there is none. Raises ValueError for a
+    folder."""
+    file = Path(path)
+    if not file.name or file.is_dir():
+        raise ValueError(f"{name} is {str(path)!r}, a folder; expected a file, such as pattern.png")
+    return file if file.suffix else file.with_name(f"{file.name}.png")

@@ -208,8 +208,8 @@ def exchange_of(problem: Problem) -> Exchange:
     pattern, W, N, H, Hk = problem.pattern, problem.world_size, problem.num_positions, problem.num_heads, problem.num_kv_heads
     B, D, e, a = problem.batch_size, problem.head_dim, problem.dtype.itemsize, accumulation_dtype(problem.dtype).itemsize
     blocks, branches = (pattern, None) if isinstance(pattern, BlockPattern) else (None, pattern)
-    has_window, sides = problem.window is not None, None
-    if isinstance(pattern, BlockPattern) and has_window:
+    sides = None
+    if isinstance(pattern, BlockPattern) and problem.window is not None:
         # computed as dense attention
         blocks, branches, sides = None, WHOLE, pattern.dense_window
     if blocks is not None and num_blocks(blocks, N, H) > _MOST_RING_BLOCKS and (longest := 8 * max(blocks.q_block, blocks.k_block) * W) < N:
@@ -220,10 +220,8 @@ def exchange_of(problem: Problem) -> Exchange:
         figures = zip((*astuple(short.bytes), *short.held), (*astuple(long.bytes), *long.held), strict=True)
         *moved, forward, backward = (max(y, y + (y - x) * (N - longest) * 2 // longest) for x, y in figures)
         return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
-    is_dense = problem.computes == "dense" or has_window
-    name = ring_pass.exchange_of(
-        problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense and not has_window, is_causal=problem.is_causal
-    )  # fmt: skip
+    is_dense = problem.computes == "dense"
+    name = ring_pass.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
     if branches is not None and name == "all_to_all":
         if reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads):
             raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
@@ -239,7 +237,7 @@ def exchange_of(problem: Problem) -> Exchange:
     unit_bytes, home = 2 * B * D * e, None
     if (crossing := ring_pass.crossing_of(ring_problem, unit_bytes * Hk)) is not None:
         ring_problem, home = crossing.problem, crossing.home
-    kind, steps = "blocks" if blocks is not None else "dense" if is_dense else "dilated", [(0, Hk)]
+    kind, steps = "blocks" if blocks is not None else "dense" if branches == WHOLE else "dilated", [(0, Hk)]
     if branches is None or branches.branch_heads == "all":
         steps = ring_pass.steps_of(kind, ring_problem, (B, D, e), memory, needs_grad=problem.training)
     # how many units, one row of one key/value head each, rank [reader] needs of rank [holder]. All heads of a step of blocks receive what
@@ -274,14 +272,13 @@ def exchange_of(problem: Problem) -> Exchange:
 def memory_of(problem: Problem) -> MemoryEstimate:
     """Returns the peak memory of the forward and, with ``training``, of the backward, on one process. Counted are inputs, results and what
     is allocated between them, the caller's tensors included; not torch itself, nor memory that its allocator keeps in reserve."""
-    if problem.window is not None and problem.world_size == 1:
-        return engine_estimate(problem, problem.num_positions, WHOLE, window=problem.window)
-    if problem.computes == "block_sparse" and problem.window is None:
+    window = problem.window
+    if problem.computes == "block_sparse" and window is None:
         passes = _block_terms(problem, False), _block_terms(problem, True)
     elif problem.world_size > 1:
         passes = _ring_terms(problem)
     else:
-        return engine_estimate(problem, problem.num_positions)
+        return engine_estimate(problem, problem.num_positions, None if window is None else WHOLE, window=window or ())
     forward, backward = (tuple((what, int(size)) for what, size in terms if size) for terms in passes)
     return MemoryEstimate(forward=forward, backward=backward if problem.training else ())
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, detect, registry
-from dilated_attention.engine.ops.settings import dense_form
+from dilated_attention.engine.ops.settings import DENSE, dense_form, pattern_of
 from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.models.config import RING_KINDS
-from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern
+from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown
 from dilated_attention.planning.gpus import Gpu, machine_of
 from dilated_attention.validation import DTYPES, MAX_HEAD_DIM, check_bool, check_counts
@@ -24,7 +24,7 @@ from dilated_attention.validation import DTYPES, MAX_HEAD_DIM, check_bool, check
 KINDS = {kind: kind for kind in RING_KINDS.values()} | RING_KINDS
 RINGS = tuple(RING_KINDS)
 # dense attention as a dilated pattern: one segment, every position
-WHOLE = DilatedPattern((MAX_LENGTH,), (1,))
+WHOLE = pattern_of(DENSE)
 # another machine is taken to have these packages, with which the tables of Hopper were measured
 _PACKAGES = frozenset({"flash-attn-4", "triton"})
 # the largest numbers that can be planned: beyond real hardware, yet figures stay exact and fast to compute

@@ -205,7 +205,7 @@ def test_processes_measure_and_fail_together(tmp_path: Path) -> None:
         ("speed --cases longnet-64-x0", "there is no case 'longnet-64-x0'"),
         ("speed --seconds nan", "nan is not a finite number above 0"),
         ("speed --output {file}", "is a file; expected a folder"),
-        ("speed --torchscale {file}", "is no folder"),
+        ("speed --torchscale {file}", "there is no torchscale/component/dilated_attention.py in it; git clone"),
         ("scaling --cases nope", "no case has such a name"),
         ("extreme --memory-gib 0", "0 is not a finite number above 0"),
     ],

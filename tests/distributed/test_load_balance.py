@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout, spans
-from dilated_attention.distributed.load_balance import DENSE, pairs_of
+from dilated_attention.distributed.load_balance import pairs_of
+from dilated_attention.engine.ops.settings import DENSE, pattern_of
 from dilated_attention.pattern import BigBird, BlockPattern, Causal, Document, LocalWindow, RandomBlocks, Strided, TopBlocks
 from tests.helpers.pattern_cases import listed
 
@@ -57,7 +58,7 @@ def pairs_of_rows(pattern: DilatedPattern, bounds: list[int], heads: int, is_cau
 @settings(max_examples=80)
 @given(data=st.data(), bounds=bounds_of(), heads=st.integers(1, 5), is_causal=st.booleans())
 def test_pairs_are_those_of_the_masks(data: st.DataObject, bounds: list[int], heads: int, is_causal: bool) -> None:
-    pattern = data.draw(st.one_of(st.just(DENSE), patterns(heads)))
+    pattern = data.draw(st.one_of(st.just(pattern_of(DENSE)), patterns(heads)))
     pairs = pairs_of(pattern, list(itertools.pairwise(bounds)), heads, is_causal=is_causal, device=CPU)
     torch.testing.assert_close(pairs, pairs_of_rows(pattern, bounds, heads, is_causal), rtol=1e-12, atol=1e-9)
 

@@ -136,3 +136,9 @@ def test_show_writes_what_the_mask_says(tmp_path: Path, is_causal: bool) -> None
     assert len(panels) == 3 and ("matplotlib.pyplot" in sys.modules) == before and (tmp_path / "pattern.png").stat().st_size > 1000
     for head, panel in enumerate(panels):
         assert torch.equal(torch.as_tensor(panel.images[0].get_array().data).long(), mask[head])
+    assert len(list(tmp_path.iterdir())) == 1
+    for folder in ("", str(tmp_path)):
+        with pytest.raises(ValueError, match=r"a folder; expected a file, such as pattern\.png"):
+            pattern.show(32, 3, path=folder)
+    pattern.show(32, 3, path=str(tmp_path / "plain"))
+    assert (tmp_path / "plain.png").is_file()
