@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{options.world_size} processes were started and suite {options.suite} runs on one; start it without torchrun\n")
         return 2
     try:
-        device = torch.empty(0, device=options.device).device
+        device = torch.device(options.device)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         sys.stderr.write(f"error: --device {options.device}: {str(error).splitlines()[0]}\n")
         return 2
