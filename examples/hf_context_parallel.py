@@ -57,6 +57,7 @@ SHAPES = {"tiny": {**TINY, "num_key_value_heads": 2}, "1b": {**LLAMA_1B, "num_ke
 # of the one step at full length
 DOCUMENT_LENGTH = 16384
 OPTIONS = ("liger", "offload")
+WRAP = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 IS_GPU = torch.cuda.is_available()
 
 
@@ -91,11 +92,11 @@ class Clock(TrainerCallback):
         return f"{rate:,.0f} tokens/s{peak} a process"
 
 
-def sharing_of(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
+def sharing_of(sharing: str | None, world_size: int) -> dict[str, Any]:
     """Returns the arguments of a trainer by which transformers shares sequences itself."""
-    if args.sharing in (None, "ours"):
+    if sharing in (None, "ours"):
         return {}
-    if args.sharing == "cp_size":
+    if sharing == "cp_size":
         return {"parallelism_config": ParallelismConfig(cp_size=world_size)}
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     config = {
@@ -113,13 +114,12 @@ def train(args: argparse.Namespace) -> None:
     if args.sharing == "ulysses":
         # which refuses batches without
         rows = [row | {"position_ids": torch.arange(args.context)} for row in rows]
-    wrap = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, per_device_train_batch_size=1, learning_rate=args.lr, logging_steps=1,
         save_strategy="no", report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True, ddp_find_unused_parameters=False,
         use_liger_kernel=args.liger,
         activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False, "offload": args.offload},
-        **({"fsdp": True, "fsdp_config": wrap} if args.fsdp else {}), **sharing_of(args, int(os.environ.get("WORLD_SIZE", "1"))),
+        **({"fsdp": True, "fsdp_config": WRAP} if args.fsdp else {}), **sharing_of(args.sharing, int(os.environ.get("WORLD_SIZE", "1"))),
     )  # fmt: skip
     clock = Clock()
     trainer = Trainer(model=made(args.model, args.context + 64), args=settings, train_dataset=rows, callbacks=[clock])

@@ -50,6 +50,13 @@ def test_processes_that_share_sequences_train_as_one_does(tmp_path: Path) -> Non
         assert train(tmp_path, 4, "--context-parallel", "4", "--layout", "striped") == pytest.approx(alone, abs=NEAR)
 
 
+@needs_2
+def test_the_benchmark_of_several_gives_each_process_a_gpu(tmp_path: Path) -> None:
+    words = ["--cases", "dense-512", "--contenders", "ring", "--seconds", "0.01", "--output", str(tmp_path)]
+    result = run(*torchrun(2), "-m", "benchmarks", "scaling", *words)
+    assert result.returncode == 0 and (tmp_path / "scaling.json").exists(), result.stdout
+
+
 @needs_4
 def test_two_rows_of_two_that_share(tmp_path: Path) -> None:
     bits = train(tmp_path, 4, "--context-parallel", "2", "--fsdp", steps=8, lr="1e-2")

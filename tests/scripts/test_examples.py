@@ -122,6 +122,15 @@ def test_processes_fine_tune_a_transformers_model(tmp_path: Path) -> None:
     assert losses[0] == losses[1] and float(losses[0][1]) < float(losses[0][0]) - 0.2
 
 
+@needs_pins
+def test_a_kind_of_batch_that_processes_share_has_its_loss() -> None:
+    pytest.importorskip("transformers")
+    result = run_script(EXAMPLES / "hf_sharing_kinds.py", "--kind", "packing", processes=2)
+    match = re.search(r"done: packing by ours: right: loss ([\d.]+), right ([\d.]+), of a model that ignores it ([\d.]+)", result.stdout)
+    assert result.returncode == 0 and match is not None, result.stdout + result.stderr
+    assert match[1] == match[2] and abs(float(match[3]) - float(match[2])) > 0.05
+
+
 WITHOUT = """
 import runpy, sys
 package = sys.argv[1]
@@ -209,6 +218,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--size 3 --steps 1", "size is 3 and there are 1 processes; expected a divisor"),
         ("--context 1M", "expected a --context up to that"),
     ],
+    "hf_sharing_kinds.py": [("--kind plain", "got 1 processes; expected 2: torchrun")],
     "slide_encoder.py --tiles 20 --layers 1 --steps 1": [("--out /proc/none", "No such file or directory: '/proc/none'")],
     "extreme_length.py": [("--heads 999999999", "num_heads is 999999999; expected an integer")],
 }

@@ -50,7 +50,9 @@ def test_every_figure_is_that_of_its_results() -> None:
     passes, decode = ("forward", "both"), "decode/train-infer"
     million = {"family": "longnet", "pass": "forward"}
     slides = ("ours, bf16 autocast", "original, sdpa_flash in place of flash-attn")
+    shared = json.loads((ROOT / "benchmarks/results/2026-11-29-h200x2/sharing.json").read_text(encoding="utf-8"))["rows"]
     expected = [
+        [cell for row in shared if row["tokens"] == 131072 for cell in (f"{row['tokens_per_s']:,}", str(row["peak_gib"]))],
         [
             f"{value('short/speed', name, 'called', family='gigapath', **{'pass': x}):.2f}"
             for name in ("equal", "torchscale")
