@@ -305,7 +305,9 @@ def report(args: argparse.Namespace, reading: Reading, trainer: Trainer, found: 
     picture = ""
     if can_draw():
         picture = ", genome.png"
-        plot(results, args.out / "genome.png")
+        chosen = [*(row for row in rows if row.k in (2, 4, 6)), min(rows, key=lambda row: row.smoothed)]
+        baselines = {f"Markov order {row.k}": row.smoothed for row in chosen} | {"interpolated": rows[-1].interpolated}
+        plot(args.out, "genome.png", baselines, "base", found["chromosome"])
     print(f"log.jsonl, checkpoint (the model), checkpoints, held_out.fa, genome.json{picture} in {args.out}")
     below = [row.k for row in rows if bits < row.smoothed]
     # a two-sided model of order 1 sees two bases, as the other kind of order 2 does

@@ -19,7 +19,6 @@ import math
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +29,8 @@ import _text
 import torch
 from _muon import optimizers_of
 from _pictures import can_draw
-from recipe import log, settings
-from recipe.costs import flops_per_token, peak_flops
+from recipe import settings
+from recipe.costs import flops_per_token, peak_flops, plot
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
 from recipe.task import Task, generator_of
@@ -162,22 +161,6 @@ def check_checkpoint(model: LongNetLM, folder: Path, tokens: torch.Tensor, backe
     return loaded
 
 
-def plot(run: Path, baselines: dict[str, float], source: str) -> None:
-    from matplotlib.figure import Figure
-
-    lines = log.read(run)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, label, style in (("train/bits", "training loss", "-"), ("held_out/bits", "held out", "o-")):
-        points = [(line["seconds"], float(line[name])) for line in lines if name in line]
-        axes.plot(*zip(*points, strict=True), style, lw=1, ms=4, label=label)
-    for (name, value), style in zip(baselines.items(), ("-.", "--", ":"), strict=True):
-        axes.axhline(value, ls=style, color="black", lw=1, label=f"{name} {value:.2f}")
-    axes.set(xlabel="seconds of training", ylabel="bits per byte", ylim=(0, 8), title=textwrap.fill(f"LongNet on {source}", 60))
-    axes.legend()
-    figure.savefig(run / "loss.png", dpi=120)
-
-
 def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: torch.Tensor, entropy: dict[str, float]) -> int:
     run, device = args.out, trainer.processes.device
     sample = _text.windows(valid_text, min(args.context, 512), 2)
@@ -186,7 +169,7 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
     pictures = ""
     if can_draw():
         pictures = ", loss.png and pattern.png (segments at a 16th)"
-        plot(run, {"validation": bits, **entropy}, args.data.name if args.data else "Python's source text")
+        plot(run, "loss.png", entropy, "byte", f"LongNet on {args.data.name if args.data else 'Python source text'}")
         # drawn with segments a 16th as long: at full length one segment would fill a legible picture
         segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
         drawn = DilatedPattern(segments, model.config.dilation_rates)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dilated_attention.models import LongNetLM
+from recipe import log
 
 # dense bf16 TFLOP/s that the makers state; another machine is measured
 PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "B200": 2250.0}
@@ -43,34 +43,30 @@ def peak_flops(device: torch.device, stated: float | None) -> tuple[float, str]:
     return 2 * size**3 / min(seconds), f"a product of two {size} x {size} matrices on this machine"
 
 
-def plot(log: dict[str, Any], path: Path) -> None:
+def plot(run: Path, name: str, baselines: dict[str, float], unit: str, title: str) -> None:
+    """Draws the bits of a run's log over time, and those of ``baselines`` as lines, into a picture in its folder."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    steps, seconds = log["steps"], 0.0
-    times = [seconds := seconds + step for _, step, _ in steps]
+    lines = log.read(run)
+    trained, held_out = ([(line["seconds"], float(line[key])) for line in lines if key in line] for key in ("train/bits", "held_out/bits"))
     # sequences differ by more than a model learns in many steps
-    span = max(1, len(steps) // 40)
-    means = [sum(bits for _, _, bits in steps[i - span : i]) / span for i in range(span, len(steps) + 1)]
-    axes.plot(times[span - 1 :], means, lw=1, color="#56b4e9", label=f"training, mean of {span} sequences")
-    held_out = log["evaluations"]
-    axes.plot([t for _, t, _ in held_out], [bits for _, _, bits in held_out], "o-", ms=4, color="#d55e00", label="held out")
-    best = min(log["markov"], key=lambda row: row["smoothed"])
-    shown = [log["markov"][k] for k in (2, 4, 6) if k < len(log["markov"])]
-    lines = [(row["smoothed"], f"Markov order {row['k']}") for row in {row["k"]: row for row in (*shown, best)}.values()]
-    lines.append((log["markov"][-1]["interpolated"], "interpolated"))
+    span = max(1, len(trained) // 40)
+    means = [sum(bits for _, bits in trained[i - span : i]) / span for i in range(span, len(trained) + 1)]
+    axes.plot([seconds for seconds, _ in trained[span - 1 :]], means, lw=1, color="#56b4e9", label=f"training, mean of {span} steps")
+    axes.plot(*zip(*held_out, strict=True), "o-", ms=4, color="#d55e00", label="held out")
     # the first steps are above chance, and may leave the picture
-    highest = max(2.05, *(bits for _, _, bits in held_out))
-    lowest = min(log["held out bits per base"], *means, *(value for value, _ in lines))
+    compared = [*baselines.values(), *(bits for _, bits in held_out)]
+    highest, lowest = max(compared), min(*means, *compared)
     bottom, top = (limit + 0.05 * sign * (highest - lowest) for limit, sign in ((lowest, -1), (highest, 1)))
     place = bottom
-    for value, label in sorted(lines):
+    for label, value in sorted(baselines.items(), key=lambda item: item[1]):
         # next to its line, or above the label below
         place = max(value, place + 0.045 * (top - bottom))
-        axes.axhline(value, color="black", lw=0.8, ls="--" if label == "interpolated" else "-")
+        axes.axhline(value, color="black", lw=0.8)
         axes.annotate(f"{label} {value:.3f}", (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize="small")
-    axes.set(xlabel="seconds of training", ylabel="bits per base", ylim=(bottom, top))
-    axes.set_title(textwrap.fill(log["chromosome"], 60), fontsize="small")
+    axes.set(xlabel="seconds of training", ylabel=f"bits per {unit}", ylim=(bottom, top))
+    axes.set_title(textwrap.fill(title, 60), fontsize="small")
     axes.legend(fontsize="small", loc="best")
-    figure.savefig(path, dpi=100)
+    figure.savefig(run / name, dpi=100)
