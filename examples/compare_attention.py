@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 from _compare_data import Strains, Text, binned, copy_distance
-from _pictures import can_draw
 from recipe import log, settings
-from recipe.main import run_safely
+from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
 from recipe.task import Task, generator_of
 from recipe.trainer import Trainer

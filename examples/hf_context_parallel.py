@@ -19,7 +19,6 @@ import argparse
 import os
 import statistics
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+from _text import DOCUMENT
 from recipe.main import run_safely
 
 from dilated_attention.integrations.huggingface import context_parallel
@@ -39,7 +39,6 @@ try:
 except ImportError as error:
     raise SystemExit(f'{error}: pip install "dilated-attention[hf]" accelerate') from None
 
-DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_1B = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 SHAPES = {"tiny": {**TINY, "num_key_value_heads": 2}, "1b": {**LLAMA_1B, "num_key_value_heads": 8, "tie_word_embeddings": True}}

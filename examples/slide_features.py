@@ -26,7 +26,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,22 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from _slide_labels import PARTS, find_slides, with_parts
-from _slide_results import Tested, auc_of, save_table, save_vectors
 from _slide_tuning import Tuning
-from _slides import Refused, Slides, check, model_folder, progress, tell_of_class_token
+from _slides import (
+    PARTS,
+    Refused,
+    Slides,
+    Tested,
+    auc_of,
+    check,
+    find_slides,
+    model_folder,
+    progress,
+    save_table,
+    save_vectors,
+    tell_of_class_token,
+    with_parts,
+)
 from recipe import settings
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
@@ -139,8 +150,6 @@ def of_run(args: argparse.Namespace, changes: dict[str, Any], options: dict[str,
 
 def main() -> int:
     parser, args = arguments()
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    refusal = None
     try:
         lacking = [name for name in ("h5py", "sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
         if lacking:
@@ -155,9 +164,7 @@ def main() -> int:
         torch.manual_seed(args.seed)
         model = build(args, slides, device)
     except Refused as error:
-        refusal = str(error)
-    if refusal:
-        parser.refuse(refusal)
+        parser.refuse(str(error))
     print("\n".join(slides.notes))
     print(f"classes {', '.join(slides.classes)}; {model.num_parameters:,} parameters, {args.checkpoint or 'random weights'}, {device}")
     if args.folds:

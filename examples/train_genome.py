@@ -38,10 +38,9 @@ import _markov
 import torch
 from _genome import UNKNOWN, Chromosome, find_fasta, known_share, read_genome, shrink_output, write_held_out
 from _muon import optimizers_of
-from _pictures import can_draw
 from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops, plot
-from recipe.main import run_safely
+from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
 from recipe.task import Task, generator_of
 from recipe.trainer import Trainer

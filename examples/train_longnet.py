@@ -28,10 +28,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _text
 import torch
 from _muon import optimizers_of
-from _pictures import can_draw
 from recipe import settings
 from recipe.costs import flops_per_token, peak_flops, plot
-from recipe.main import run_safely
+from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
 from recipe.task import Task, generator_of
 from recipe.trainer import Trainer
