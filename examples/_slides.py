@@ -1,5 +1,5 @@
-"""A folder of tile features and a CSV of labels: files and rows are read and checked before a model is made, the whole is refused for one bad
-file; which slides are trained on, chosen by and held out; and what is written of them.
+"""A folder of tile features and a CSV of labels: files and rows are read and checked before a model is made, and all are refused for one
+bad file. Which slides are trained on, chosen by and held out; and what is written of them.
 """
 
 from __future__ import annotations
