@@ -96,7 +96,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.set_defaults(resume="auto")
     parser.add_argument("--attention", default="dense", help=", ".join(NAMES))
     parser.add_argument("--context", type=settings.number(int, 512), default=32768, help="bytes or bases of a sequence (default: 32768)")
-    parser.add_argument("--data", nargs="+", default=["bytes"], metavar="KIND", help="bytes [FOLDER], or genomes [FASTA …]")
+    parser.add_argument("--data", nargs="+", default=["bytes"], metavar="KIND", help="bytes [FOLDER], or genomes FASTA FASTA …")
     parser.add_argument("--cache", type=Path, default=Path("runs/compare-bytes.pt"), help="where the text of packages is kept")
     parser.add_argument("--tokens", type=whole, default=262_144, help="of a step (default: 262,144); at least one sequence")
     parser.add_argument("--layers", type=whole, default=10)
