@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from recipe.log import tqdm
-from recipe.task import generator_of
+from recipe.trainer import generator_of
 
 from dilated_attention.models import collate_slides, tile_step
 

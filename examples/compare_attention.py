@@ -29,8 +29,7 @@ from _compare_data import Strains, Text, binned, copy_distance
 from recipe import log, settings
 from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
-from recipe.task import Task, generator_of
-from recipe.trainer import Trainer
+from recipe.trainer import Task, Trainer, generator_of
 
 from dilated_attention import create_model
 from dilated_attention.models import LongNetLM
@@ -192,12 +191,12 @@ class Run:
 def train(parser: settings.Parser, args: argparse.Namespace) -> int:
     result = args.out.with_name(f"{args.out.name}.json")
     with settings.wrong_usage(parser):
-        processes = Processes(1, "contiguous", False)
+        processes = Processes()
         device = processes.device
         run = Run(args, device)
         model, tokens = run.model, run.batch * args.context
         task = Task(
-            loss=run.loss, evaluate=run.evaluate, tokens=lambda _: args.context, flops=None, unit=run.data.unit, data=run.data.data,
+            loss=run.loss, evaluate=run.evaluate, tokens=lambda _: args.context, unit=run.data.unit, data=run.data.data,
             evaluations=args.evaluations, batch=run.batch,
         )  # fmt: skip
         matrices = [p for p in model.parameters() if p.ndim == 2]

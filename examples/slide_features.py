@@ -160,7 +160,7 @@ def main() -> int:
         slides = find_slides(args.features, args.labels, skip_missing=args.skip_missing)
         slides = with_parts(slides, held_out=args.held_out, folds=args.folds, seed=args.seed)
         slides = check(slides, tile_size=args.tile_size, cells=cells)
-        device = Processes(1, "contiguous", False).device
+        device = Processes().device
         torch.manual_seed(args.seed)
         model = build(args, slides, device)
     except Refused as error:
@@ -185,7 +185,7 @@ def main() -> int:
             run_args.steps = math.ceil(args.epochs * len(tuning.train) / args.batch)
         with settings.wrong_usage(parser):
             optimizer = torch.optim.AdamW(tuning.trained.parameters(), lr=args.lr, weight_decay=0.05)
-            trainer = Trainer(run_args, Processes(1, "contiguous", False), tuning.trained, tuning.trained, [optimizer], tuning.task())
+            trainer = Trainer(run_args, Processes(), tuning.trained, tuning.trained, [optimizer], tuning.task())
         counts = ", ".join(f"{len(part.part(name))} {name}" for name in PARTS if part.part(name))
         print(f"fold {fold + 1} of {args.folds}: {counts}" if args.folds else counts, flush=True)
         if args.tune_encoder:

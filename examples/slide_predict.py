@@ -58,7 +58,7 @@ def load(path: Path, global_pool: bool, device: torch.device) -> SlideEncoder:
 
 
 def prepare(args: argparse.Namespace) -> tuple[SlideEncoder, Slides, torch.device]:
-    device = Processes(1, "contiguous", False).device
+    device = Processes().device
     model = load(args.checkpoint, args.global_pool, device)
     config = model.config
     names = config.class_names or [f"class {index}" for index in range(config.num_classes or 0)]

@@ -42,8 +42,7 @@ from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops, plot
 from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
-from recipe.task import Task, generator_of
-from recipe.trainer import Trainer
+from recipe.trainer import Task, Trainer, generator_of
 
 from dilated_attention.models import BASES, LongNetConfig, LongNetLM
 from dilated_attention.pattern import geometric_branches
