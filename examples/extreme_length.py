@@ -14,7 +14,7 @@ import argparse
 import sys
 
 import torch
-from _memory import measured
+from recipe.costs import measured
 from recipe.main import run_safely
 
 from dilated_attention import DilatedPattern, dilated_attention

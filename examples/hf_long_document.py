@@ -23,8 +23,8 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _memory import measured
 from _text import document_parser, read_document, train_on_document
+from recipe.costs import measured
 from recipe.main import run_safely
 
 from dilated_attention.integrations.huggingface import configure, register

@@ -27,7 +27,7 @@ from typing import cast
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _memory import measured
+from recipe.costs import measured
 from recipe.main import can_draw, run_safely
 from torch import nn
 

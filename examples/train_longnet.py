@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _text
 import torch
 from _muon import optimizers_of
-from recipe import settings
-from recipe.costs import flops_per_token, peak_flops, plot
+from recipe import log, settings
+from recipe.costs import flops_per_token, peak_flops
 from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
 from recipe.trainer import Task, Trainer, generator_of
@@ -153,7 +153,7 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
     pictures = ""
     if can_draw():
         pictures = ", loss.png and pattern.png (segments at a 16th)"
-        plot(run, "loss.png", entropy, "byte", f"LongNet on {args.data.name if args.data else 'Python source text'}")
+        log.plot(run, "loss.png", entropy, "byte", f"LongNet on {args.data.name if args.data else 'Python source text'}")
         # drawn with segments a 16th as long: at full length one segment would fill a legible picture
         segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
         drawn = DilatedPattern(segments, model.config.dilation_rates)

@@ -1,15 +1,20 @@
-"""What a training costs: its FLOPs by formula, the share of the device's that it reaches, its memory; and the plot of its loss."""
+"""What work costs: a training's FLOPs by formula and the share of the device's that it reaches; time and memory, of a GPU what tensors
+take, else what the process has in memory."""
 
 from __future__ import annotations
 
-import textwrap
+import contextlib
+import ctypes
+import math
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention.models import LongNetLM
-from recipe import log
 
 # dense bf16 TFLOP/s that the makers state; another machine is measured
 PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "B200": 2250.0}
@@ -43,30 +48,51 @@ def peak_flops(device: torch.device, stated: float | None) -> tuple[float, str]:
     return 2 * size**3 / min(seconds), f"a product of two {size} x {size} matrices on this machine"
 
 
-def plot(run: Path, name: str, baselines: dict[str, float], unit: str, title: str) -> None:
-    """Draws the bits of a run's log over time, and those of ``baselines`` as lines, into a picture in its folder."""
-    from matplotlib.figure import Figure
+class Measured(NamedTuple):
+    """What work returned, its seconds, bytes before it and at its peak; NaN where nobody counts them."""
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    lines = log.read(run)
-    trained, held_out = ([(line["seconds"], float(line[key])) for line in lines if key in line] for key in ("train/bits", "held_out/bits"))
-    # sequences differ by more than a model learns in many steps
-    span = max(1, len(trained) // 40)
-    means = [sum(bits for _, bits in trained[i - span : i]) / span for i in range(span, len(trained) + 1)]
-    axes.plot([seconds for seconds, _ in trained[span - 1 :]], means, lw=1, color="#56b4e9", label=f"training, mean of {span} steps")
-    axes.plot(*zip(*held_out, strict=True), "o-", ms=4, color="#d55e00", label="held out")
-    # the first steps are above chance, and may leave the picture
-    compared = [*baselines.values(), *(bits for _, bits in held_out)]
-    highest, lowest = max(compared), min(*means, *compared)
-    bottom, top = (limit + 0.05 * sign * (highest - lowest) for limit, sign in ((lowest, -1), (highest, 1)))
-    place = bottom
-    for label, value in sorted(baselines.items(), key=lambda item: item[1]):
-        # next to its line, or above the label below
-        place = max(value, place + 0.045 * (top - bottom))
-        axes.axhline(value, color="black", lw=0.8)
-        axes.annotate(f"{label} {value:.3f}", (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize="small")
-    axes.set(xlabel="seconds of training", ylabel=f"bits per {unit}", ylim=(bottom, top))
-    axes.set_title(textwrap.fill(title, 60), fontsize="small")
-    axes.legend(fontsize="small", loc="best")
-    figure.savefig(run / name, dpi=100)
+    result: Any
+    seconds: float
+    before: float
+    peak: float
+
+
+def measured(work: Callable[[], Any], device: torch.device | str) -> Measured:
+    device = torch.device(device)
+    before = forget_peak(device)
+    start = time.perf_counter()
+    result = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Measured(result, time.perf_counter() - start, before, peak_memory(device))
+
+
+def forget_peak(device: torch.device) -> float:
+    """Bytes now, from which the peak is counted anew where that can be done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return float(torch.cuda.memory_allocated(device))
+    # what was freed goes back to the system, and Linux forgets a process's peak when it is told so
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes at the peak since ``forget_peak``, or since the process began."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    # not getrusage on Linux: its peak counts the process that started this one, if that was larger, and is never forgotten
+    if sys.platform == "darwin":
+        import resource
+
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return _resident("VmHWM")
+
+
+def _resident(line: str) -> float:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((float(x.split()[1]) * 1024 for x in lines if x.startswith(line)), math.nan)

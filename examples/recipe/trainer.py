@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _memory import peak_memory
 from torch.distributed.tensor import DTensor
 
 from dilated_attention.models import LongNetLM
 from recipe import checkpoints, log, settings
+from recipe.costs import peak_memory
 from recipe.main import interrupted
 from recipe.processes import Processes
 
