@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _genome import UNKNOWN, find_fasta, read_genome
+from _genome import UNKNOWN, read_genome
 
 from dilated_attention.models import BASES, kmers, other_strand
 
@@ -99,8 +99,7 @@ class Strains:
     about half a context apart.
 
     Args:
-        files: FASTA files, each of a strain; strains of several species may be among them. Of one, another is made by ``mutated``. None:
-            pyrodigal's chromosome.
+        files: FASTA files, each of a strain; strains of several species may be among them.
         length: of a sequence.
         device: that keeps the bases.
 
@@ -111,14 +110,12 @@ class Strains:
     unit, vocab_size, kmer, share = "base", len(BASES), 6, 0.75
 
     def __init__(self, files: list[Path], length: int, device: torch.device) -> None:
-        genomes = [read_genome(path) for path in files or [find_fasta(None)]]
+        if len(files) < 2:
+            raise ValueError(f"--data genomes has {len(files)} files; expected FASTA files of at least two strains")
+        genomes = [read_genome(path) for path in files]
         strains = [genome.symbols for genome in genomes]
         cuts = [int(len(strain) * self.share) for strain in strains]
         self.source = f"{len(strains)} strains, the first {genomes[0].name}"
-        if len(strains) == 1:
-            before, behind = mutated(strains[0][: cuts[0]], 1), mutated(strains[0][cuts[0] :], 2)
-            strains, cuts = [*strains, torch.cat([before, behind])], [*cuts, len(before)]
-            self.source = f"{genomes[0].name} and a strain made of it: 1 % of the bases changed, indels, inversions"
         self.half, self.strains = length // 2, [strain.to(device=device, dtype=torch.uint8) for strain in strains]
         # (begin, end) of the training part and of the held-out part, of each
         self.bounds = [[(0, cut), (cut, len(strain))] for cut, strain in zip(cuts, strains, strict=True)]
@@ -165,30 +162,6 @@ class Strains:
 
     def targets(self, window: torch.Tensor) -> torch.Tensor:
         return window[..., 1:].where(window[..., 1:] != UNKNOWN, -100)
-
-
-def mutated(symbols: torch.Tensor, seed: int) -> torch.Tensor:
-    """A strain made of a real one: 1 % of the bases are others; an insertion or a deletion of 1 to 20 bases in about 5,000; and about every
-    100,000 bases a stretch of 2,000 to 20,000 is turned around (its reverse complement)."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low: int, high: int, size: tuple[int, ...] = ()) -> torch.Tensor:
-        return torch.randint(low, high, size, generator=generator)
-
-    changed = (torch.rand(len(symbols), generator=generator) < 0.01) & (symbols != UNKNOWN)
-    strain = torch.where(changed, (symbols + draw(1, 4, tuple(symbols.shape))) % 4, symbols)
-    for _ in range(len(strain) // 100_000):
-        size = int(draw(2_000, 20_001))
-        start = int(draw(0, len(strain) - size))
-        strain[start : start + size] = other_strand(strain[start : start + size])
-    pieces, end = [], 0
-    for place in draw(0, len(strain), (len(strain) // 5_000,)).sort().values.tolist():
-        pieces.append(strain[end : max(end, place)])
-        size, is_insertion = int(draw(1, 21)), bool(draw(0, 2))
-        if is_insertion:
-            pieces.append(draw(0, 4, (size,)))
-        end = max(end, place) + (0 if is_insertion else size)
-    return torch.cat([*pieces, strain[end:]])
 
 
 def codes_of(symbols: torch.Tensor, base: int) -> torch.Tensor:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from _slides import Slide, Slides, progress, shuffled
 from recipe.processes import precision
-from recipe.task import Task
-from recipe.trainer import Trainer
+from recipe.trainer import Task, Trainer
 from torch import nn
 
 from dilated_attention.models import SlideEncoder
@@ -122,7 +121,6 @@ class Tuning:
             loss=self.loss,
             evaluate=self.evaluate,
             tokens=lambda _: 1,
-            flops=None,
             unit="slide",
             data=self.slides.fingerprint(),
             evaluations=usual if self.args.evaluations is None else self.args.evaluations,

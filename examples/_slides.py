@@ -1,7 +1,10 @@
-"""A folder of tile features: files are read and checked, before a model is made; the whole is refused for one bad file."""
+"""A folder of tile features and a CSV of labels: files and rows are read and checked before a model is made, and all are refused for one
+bad file. Which slides are trained on, chosen by and held out; and what is written of them.
+"""
 
 from __future__ import annotations
 
+import csv
 import functools
 import hashlib
 import json
@@ -16,10 +19,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from recipe.log import tqdm
-from recipe.task import generator_of
+from recipe.trainer import generator_of
 
 from dilated_attention.models import collate_slides, tile_step
 
+PARTS = ("train", "val", "test")
+# columns of the labels that say whose a slide is; the first that there is counts
+PATIENTS = ("patient_id", "patient", "case_id", "pat_id")
+# endings of scans, which some tables have in their ids
+SCANS = (".svs", ".ndpi", ".tif", ".tiff", ".mrxs")
 T = TypeVar("T")
 
 
@@ -209,3 +217,200 @@ def check(slides: Slides, *, tile_size: int | None, cells: int, is_fixed: bool =
     notes.append(f"tiles {size} pixels apart, {known}; features of width {min(widths)}")
     all_slides = [replace(slide, step=resized.get(slide.name, size), cell=size) for slide in slides.all]
     return replace(slides, all=all_slides, notes=(*slides.notes, *notes), width=min(widths), tile_size=size)
+
+
+def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = False, classes: Sequence[str] = ()) -> Slides:
+    """Finds the files of slides, and their rows in the labels.
+
+    Args:
+        skip_missing: leave out rows without files and files without rows, instead of refusing them.
+        classes: names that labels are to have; none: as many as the labels have.
+    """
+    paths, inside = (sorted(path for path in folder.glob(where) if path.suffix in (".h5", ".npz", ".pt")) for where in ("*", "*/*"))
+    if not paths:
+        way = f"give {inside[0].parent}, which has" if inside else "expected one a slide, named by its id"
+        raise Refused(f"{folder} has no .h5, .pt or .npz file; {way}")
+    twice = [name for name, count in Counter(path.stem for path in paths).items() if count > 1]
+    if twice:
+        raise Refused(f"slide {twice[0]} has several files in {folder}; keep one")
+    if labels_file is None:
+        return Slides([Slide(path.stem, path) for path in paths], list(classes))
+    rows, column = read_labels(labels_file)
+    paired = [path for path in paths if path.stem in rows]
+    names = {path.stem for path in paths}
+    texts = [
+        f"{len(missing)} of {count} {what}, such as {', '.join(missing[:2])}"
+        for missing, count, what in (
+            ([name for name in rows if name not in names], len(rows), f"rows of {labels_file} have no file in {folder}"),
+            ([path.name for path in paths if path.stem not in rows], len(paths), f"files in {folder} have no row"),
+        )
+        if missing
+    ]
+    if texts and not (skip_missing and paired):
+        raise Refused(f"{'; '.join(texts)}: a file is named by its slide_id; --skip-missing leaves {'these' if paired else 'all'} out")
+    labels = {rows[path.stem]["label"] for path in paired}
+    if classes and not labels <= set(classes):
+        raise Refused(
+            f"{labels_file} has the label {min(labels - set(classes))}, and the checkpoint the classes {', '.join(classes)}; "
+            "leave --labels out, or name the classes alike"
+        )
+    classes = list(classes) or sorted(labels)
+    slides = [
+        Slide(path.stem, path, classes.index(row["label"]), row.get("split", ""), row[column] if column else path.stem)
+        for path, row in ((path, rows[path.stem]) for path in paired)
+    ]
+    patients = len({slide.patient for slide in slides})
+    whose = f"of {patients} patients (column {column})" if column else f"and no column {', '.join(PATIENTS)}: each counts as a patient"
+    return Slides(slides, classes, (*(f"left out: {text}" for text in texts), f"{len(slides)} slides {whose}"))
+
+
+def read_labels(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
+    """{slide id: row} of a CSV, and the name of its column of patients."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"--labels {path} cannot be read ({error}); expected a CSV file with the columns slide_id and label") from error
+    if not rows or not {"slide_id", "label"} <= set(rows[0]):
+        raise Refused(f"--labels {path} has the columns {', '.join(map(str, rows[0])) if rows else 'of no row'}; expected slide_id, label")
+    column = next((name for name in PATIENTS if name in rows[0]), None)
+    row_of: dict[str, dict[str, str]] = {}
+    for row in rows:
+        name = row["slide_id"]
+        name = Path(name).stem if name.lower().endswith(SCANS) else name
+        if name in row_of:
+            raise Refused(f"--labels {path} has slide {name} twice; keep one row a slide")
+        for needed in ("label", column):
+            if needed and not row[needed]:
+                raise Refused(f"--labels {path} has no {needed} for slide {name}; fill it in, or remove row and file")
+        if "split" in row and row["split"] not in PARTS:
+            raise Refused(f"--labels {path} has split {row['split']!r} for slide {name}; expected {', '.join(PARTS)}")
+        row_of[name] = row
+    return row_of, column
+
+
+def with_parts(slides: Slides, *, held_out: float, folds: int | None, seed: int) -> Slides:
+    """Gives each slide its part, or its fold: that of the labels' column split, else at random. A patient's slides stay together."""
+    if len(slides.classes) < 2:
+        raise Refused(f"all slides have the label {slides.classes[0]}; expected at least two classes")
+    if any(slide.part for slide in slides.all):
+        if folds:
+            raise Refused("the labels have a column split, which --folds would not follow; leave out one of the two")
+        parts: dict[str, Slide] = {}
+        for slide in slides.all:
+            other = parts.setdefault(slide.patient, slide)
+            if other.part != slide.part:
+                raise Refused(
+                    f"patient {slide.patient} has slides in {other.part} ({other.name}) and in {slide.part} ({slide.name}); "
+                    "expected all of a patient in one part"
+                )
+    else:
+        slides = replace(slides, all=drawn(slides.all, held_out, folds, seed))
+    for fold in range(folds or 1):
+        turn = slides.with_fold(fold) if folds else slides
+        for part in ("train", "test"):
+            missing = set(range(len(slides.classes))) - {slide.target for slide in turn.part(part)}
+            if missing:
+                where = f"{part} slide of fold {fold + 1}" if folds else f"{part} slide"
+                raise Refused(f"no {where} has the label {slides.classes[min(missing)]}; training and AUC need every class in both parts")
+    return slides
+
+
+def drawn(slides: list[Slide], held_out: float, folds: int | None, seed: int) -> list[Slide]:
+    """The slides with parts or folds drawn at random: of each class about the same share."""
+    from sklearn.model_selection import StratifiedGroupKFold, train_test_split
+
+    seed %= 2**32
+    try:
+        if folds:
+            groups = [slide.patient for slide in slides]
+            splitter = StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+            turns = splitter.split(np.zeros(len(slides)), [slide.target for slide in slides], groups)
+            fold_of = {index: fold for fold, (_, test) in enumerate(turns) for index in test}
+            return [replace(slide, fold=fold_of[index]) for index, slide in enumerate(slides)]
+        targets: dict[str, Counter[int | None]] = {}
+        for slide in slides:
+            targets.setdefault(slide.patient, Counter())[slide.target] += 1
+        usual = [counts.most_common(1)[0][0] for counts in targets.values()]
+        _, test = train_test_split(list(targets), test_size=held_out, stratify=usual, random_state=seed)
+    except ValueError as error:
+        way = "give fewer --folds" if folds else "give a column split"
+        raise Refused(f"the slides cannot be split: {error}; label more slides, or {way}") from error
+    return [replace(slide, part="test" if slide.patient in set(test) else "train") for slide in slides]
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Held-out slides of one training, and their probabilities (slides, classes)."""
+
+    slides: list[Slide]
+    probabilities: np.ndarray
+
+    def auc(self, class_index: int) -> float:
+        """Of one class against the rest: the share of pairs of slides, one of the class, in which that one has the higher probability."""
+        from sklearn.metrics import roc_auc_score
+
+        return float(roc_auc_score([slide.target == class_index for slide in self.slides], self.probabilities[:, class_index]))
+
+    def patients(self, class_index: int) -> tuple[int, int]:
+        """Patients with a slide of the class, and with one of another class."""
+        inside, outside = ({slide.patient for slide in self.slides if (slide.target == class_index) is of_it} for of_it in (True, False))
+        return len(inside), len(outside)
+
+
+def auc_of(folds: list[Tested]) -> tuple[float, float, float]:
+    """(AUC, lower and upper end of its 95 % interval), the mean over folds.
+
+    Of two classes the second one's, else the mean over classes of each against the rest, and of the ends. The interval holds the values θ
+    from which the AUC differs by at most 1.96 standard deviations, with Hanley and McNeil's variance at θ (Newcombe 2006, method 5). So an
+    AUC of 1 has one, too, where a bootstrap's is a point. It counts patients: two slides of one patient are not two observations.
+    """
+    from scipy.optimize import brentq
+
+    classes = folds[0].probabilities.shape[1]
+    rows = []
+    for index in [1] if classes == 2 else range(classes):
+        auc = float(np.mean([fold.auc(index) for fold in folds]))
+        counts = [fold.patients(index) for fold in folds]
+
+        def excess(theta: float, auc: float = auc, counts: list[tuple[int, int]] = counts) -> float:
+            deviation = np.sqrt(sum(variance(theta, *count) for count in counts)) / len(counts)
+            return abs(auc - theta) - 1.96 * deviation
+
+        low = brentq(excess, 0.0, auc - 1e-9) if auc > 1e-9 else 0.0
+        high = brentq(excess, auc + 1e-9, 1.0) if auc < 1 - 1e-9 else 1.0
+        rows.append((auc, low, high))
+    auc, low, high = (float(x) for x in np.mean(rows, axis=0))
+    return auc, low, high
+
+
+def variance(theta: float, inside: int, outside: int) -> float:
+    """Of an AUC whose true value is theta, from so many independent members of the class and others."""
+    pairs = (1 - theta) / (2 - theta) + theta / (1 + theta)
+    return theta * (1 - theta) * (1 + ((inside + outside) / 2 - 1) * pairs) / (inside * outside)
+
+
+def save_table(path: Path, slides: Slides, chosen: list[Slide], probabilities: np.ndarray, *, folds: bool = False) -> None:
+    """Writes a row a slide: slide_id, patient, label, split or fold, as far as known, and the probability of each class."""
+    known = {
+        "patient": lambda slide: slide.patient,
+        "label": slides.class_of,
+        "fold" if folds else "split": (lambda slide: str(slide.fold + 1)) if folds else lambda slide: slide.part,
+    }
+    known = {name: value for name, value in known.items() if any(map(value, chosen))}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["slide_id", *known, *(f"p({name})" for name in slides.classes)])
+        for slide, row in zip(chosen, probabilities, strict=True):
+            writer.writerow([slide.name, *(value(slide) for value in known.values()), *(f"{p:.6f}" for p in row)])
+
+
+def save_vectors(path: Path, slides: Slides, vectors: np.ndarray) -> None:
+    """Writes vectors (slides, E) with ids, labels and parts; labels and parts are empty where there are none."""
+    np.savez(
+        path,
+        slide_id=np.array([slide.name for slide in slides.all]),
+        vector=vectors,
+        label=np.array([slides.class_of(slide) for slide in slides.all]),
+        split=np.array([slide.part for slide in slides.all]),
+    )

@@ -13,12 +13,10 @@ Last line: ``done: 10 % chosen is … times as fast as dense, output off by …,
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -26,18 +24,14 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _pictures import can_draw
-from _text import random_windows
-from recipe.main import run_safely
+from _text import document_parser, read_document, train_on_document
+from recipe.main import can_draw, run_safely
 from torch import nn
 
 from dilated_attention import BlockSparseAttention, create_model
 from dilated_attention.models import LongNetLM
-from dilated_attention.parsing import size
 from dilated_attention.pattern import BlockPattern, Causal, LocalWindow, RandomBlocks, TopBlocks
 
-# a real text in one piece on any machine with Python: its language reference, 757,011 bytes in 3.11
-DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
 DENSITIES = (0.25, 0.10, 0.05)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -49,36 +43,10 @@ def loss_of(model: LongNetLM, text: torch.Tensor, attention: nn.Module) -> torch
     """Bits per byte of texts (B, N + 1), with ``attention``, which has no weights, between the projections of every layer."""
     for block in model.decoder.blocks:
         block.attention.attention = attention
+    text = text.to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
         loss: torch.Tensor = model(text[:, :-1], targets=text[:, 1:])
     return loss / math.log(2)
-
-
-def trained(text: torch.Tensor, args: argparse.Namespace) -> tuple[LongNetLM, nn.Module]:
-    """On short windows for half of the time, then on longer ones: attention that has never met far keys only suffers from them.
-
-    Returns the model and its dense attention: one segment of everything, at rate 1."""
-    torch.manual_seed(0)
-    # slow rotations let contents be compared over long distances
-    model = create_model("longnet-tiny", num_layers=2, embed_dim=64, num_heads=2, segment_lengths=(args.context,), dilation_rates=(1,),
-                         rotary_base=1e6, device=DEVICE)  # fmt: skip
-    assert isinstance(model, LongNetLM)
-    dense = model.decoder.blocks[0].attention.attention
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.05)
-    generator = torch.Generator().manual_seed(0)
-    start, step = time.perf_counter(), 0
-    while (done := max((time.perf_counter() - start) / args.train_seconds, step / args.steps)) < 1:
-        length = min(args.context, 1024 if done < 0.5 else 4096 if done < 0.65 else args.context)
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 0.1 + 2 * (1 - done))
-        loss = loss_of(model, random_windows(text, length, max(1, 2048 // length), generator).to(DEVICE), dense)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-    print(f"trained {step} steps in {time.perf_counter() - start:.0f} s: {loss.item():.2f} bits/byte", flush=True)
-    return model.eval(), dense
 
 
 def attend(attention: nn.Module, layers: list[tuple[torch.Tensor, ...]]) -> tuple[float, torch.Tensor]:
@@ -109,19 +77,21 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--context", type=size, default=16384, help="bytes of the document's end that are read")
-    parser.add_argument("--train-seconds", type=float, default=45)
-    parser.add_argument("--steps", type=size, default=10**9, help="of training, at most")
+    parser = document_parser(__doc__, 16384, 45)
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
-    text = torch.frombuffer(bytearray(args.document.read_bytes()), dtype=torch.uint8)
-    if len(text) < 3 * args.context:
-        raise SystemExit(f"{args.document} has {len(text)} bytes; expected at least three times --context, {3 * args.context}")
-    model, dense = trained(text[: -args.context - 1], args)
+    beginning, end = read_document(args)
+    torch.manual_seed(0)
+    # slow rotations let contents be compared over long distances
+    model = create_model("longnet-tiny", num_layers=2, embed_dim=64, num_heads=2, segment_lengths=(args.context,), dilation_rates=(1,),
+                         rotary_base=1e6, device=DEVICE)  # fmt: skip
+    assert isinstance(model, LongNetLM)
+    # one segment of everything, at rate 1
+    dense = model.decoder.blocks[0].attention.attention
+    steps = train_on_document(model, lambda windows: loss_of(model, windows, dense), beginning, args)
+    print(f"trained {steps} steps", flush=True)
+    model.eval()
     torch.set_grad_enabled(False)
-    end = text[None, -args.context - 1 :].long().to(DEVICE)
     layers: list[tuple[torch.Tensor, ...]] = []
     hook = dense.register_forward_hook(lambda _, qkv, __: layers.append(tuple(x.to(DTYPE) for x in qkv)))
     bits = loss_of(model, end, dense).item()

@@ -2,14 +2,13 @@
 
     python examples/compare_attention.py --attention window-1024 --context 32768 --seconds 360 --lr 1e-3 --out runs/compare/window
     python examples/compare_attention.py --attention dense --context 1m --data genomes a.fa.gz b.fa.gz --checkpoint --out runs/compare/dna
-    python examples/compare_attention.py --queue runs.json --gpus 4 --out runs/compare   # many: one a GPU, the next when one ends
     python examples/compare_attention.py --table runs/compare --pictures docs/images     # what came of them
 
 ``--data bytes`` is the text that this Python's packages ship, ``--data bytes FOLDER`` that of other packages, ``--data genomes FILE …`` two
-strains in a sequence. ``--queue`` reads a list of flags: ``[{"attention": "dense", "context": 32768, "lr": 1e-3}, …]``. The learning rate
-follows the share of ``--seconds`` that is over, and evaluations stop the clock. A run that is called again goes on where it was stopped; of
-one that has ended ``--out``.json holds settings, speed, memory and the held-out bits: over time, by position in the context, by how far
-back the 24 symbols before one stood last, and of a random string that stood once. Last line: ``done: … bits per byte``.
+strains in a sequence. The learning rate follows the share of ``--seconds`` that is over, and evaluations stop the clock. A run that is
+called again goes on where it was stopped; of one that has ended ``--out``.json holds settings, speed, memory and the held-out bits: over
+time, by position in the context, by how far back the 24 symbols before one stood last, and of a random string that stood once.
+Last line: ``done: … bits per byte``
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -30,12 +26,10 @@ from typing import Any
 
 import torch
 from _compare_data import Strains, Text, binned, copy_distance
-from _pictures import can_draw
 from recipe import log, settings
-from recipe.main import run_safely
+from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
-from recipe.task import Task, generator_of
-from recipe.trainer import Trainer
+from recipe.trainer import Task, Trainer, generator_of
 
 from dilated_attention import create_model
 from dilated_attention.models import LongNetLM
@@ -96,12 +90,12 @@ def attention_of(name: str, context: int, heads: int, layers: int) -> list[Entry
 
 def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     whole = settings.number(int, 1)
-    parser = settings.Parser(__doc__, free=("data", "cache", "queue", "gpus", "stop_after", "table", "pictures"))
+    parser = settings.Parser(__doc__, free=("data", "cache", "table", "pictures"))
     settings.add_common(parser, out="runs/compare/run", lr=1e-3, minutes=6, processes=False)
     parser.set_defaults(resume="auto")
     parser.add_argument("--attention", default="dense", help=", ".join(NAMES))
     parser.add_argument("--context", type=settings.number(int, 512), default=32768, help="bytes or bases of a sequence (default: 32768)")
-    parser.add_argument("--data", nargs="+", default=["bytes"], metavar="KIND", help="bytes [FOLDER], or genomes [FASTA …]")
+    parser.add_argument("--data", nargs="+", default=["bytes"], metavar="KIND", help="bytes [FOLDER], or genomes FASTA FASTA …")
     parser.add_argument("--cache", type=Path, default=Path("runs/compare-bytes.pt"), help="where the text of packages is kept")
     parser.add_argument("--tokens", type=whole, default=262_144, help="of a step (default: 262,144); at least one sequence")
     parser.add_argument("--layers", type=whole, default=10)
@@ -110,9 +104,6 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--checkpoint", action="store_true", help="keep only each block's input for the backward")
     parser.add_argument("--evaluations", type=settings.number(int, 0), default=8, help="on the way")
     parser.add_argument("--held-out", type=whole, default=524_288, help="tokens of each; four times as many at the end (default: 524,288)")
-    parser.add_argument("--queue", type=Path, help="a .json of runs; --out is the folder of them all")
-    parser.add_argument("--gpus", type=settings.number(int, 0), default=1, help="of --queue: runs at a time")
-    parser.add_argument("--stop-after", type=settings.number(float, 0, above=True), help="of --queue: seconds until all runs stop and save")
     parser.add_argument("--table", type=Path, help="print a table of the results in this folder")
     parser.add_argument("--pictures", type=Path, help="of --table: draw loss over time and by position into this folder")
     return parser, settings.parse(parser)
@@ -200,12 +191,12 @@ class Run:
 def train(parser: settings.Parser, args: argparse.Namespace) -> int:
     result = args.out.with_name(f"{args.out.name}.json")
     with settings.wrong_usage(parser):
-        processes = Processes(1, "contiguous", False)
+        processes = Processes()
         device = processes.device
         run = Run(args, device)
         model, tokens = run.model, run.batch * args.context
         task = Task(
-            loss=run.loss, evaluate=run.evaluate, tokens=lambda _: args.context, flops=None, unit=run.data.unit, data=run.data.data,
+            loss=run.loss, evaluate=run.evaluate, tokens=lambda _: args.context, unit=run.data.unit, data=run.data.data,
             evaluations=args.evaluations, batch=run.batch,
         )  # fmt: skip
         matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -235,54 +226,6 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
     return 0
 
 
-def name_of(flags: dict[str, Any]) -> str:
-    """The name of a run of a queue: all that it is, but for files."""
-    words = [str(value[0] if isinstance(value, list) else value) for value in flags.values()]
-    return re.sub(r"[^\w.+-]", "_", "-".join(words))
-
-
-def words_of(flags: dict[str, Any]) -> list[str]:
-    """A run of a queue as words of a command line; of true there is only the flag, of false nothing."""
-    words = []
-    for key, value in flags.items():
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        words += [] if value is False else [f"--{key.replace('_', '-')}", *map(str, values)]
-    return words
-
-
-def work_off(args: argparse.Namespace) -> int:
-    """Starts the runs of a queue, one a GPU; those that have ended are left out, and those that were stopped go on."""
-    start, failed, stopped = time.monotonic(), [], False
-    waiting = [(name_of(flags), flags) for flags in json.loads(args.queue.read_text(encoding="utf-8"))]
-    waiting = [(name, flags) for name, flags in waiting if not (args.out / f"{name}.json").exists()]
-    if any(flags.get("data", "bytes") in ("bytes", ["bytes"]) for _, flags in waiting):
-        # once, and not by each run
-        Text(None, args.cache, torch.device("cpu"))
-    args.out.mkdir(parents=True, exist_ok=True)
-    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
-    while waiting or running:
-        if args.stop_after and not stopped and time.monotonic() - start > args.stop_after:
-            stopped, waiting = True, []
-            for _, process in running.values():
-                process.send_signal(signal.SIGTERM)
-        for slot in range(max(1, args.gpus)):
-            name, process = running.get(slot, ("", None))
-            if process is not None and (code := process.poll()) is not None:
-                del running[slot]
-                failed += [name] * (code not in (0, 128 + signal.SIGTERM))
-                print(f"{time.monotonic() - start:5.0f} s: {name} ended with {code}", flush=True)
-            if slot not in running and waiting:
-                name, flags = waiting.pop(0)
-                files = ["--out", str(args.out / name), "--cache", str(args.cache)]
-                command = [sys.executable, __file__, *words_of(flags), *files]
-                place = {"CUDA_VISIBLE_DEVICES": str(slot)} if args.gpus else {}
-                with (args.out / f"{name}.log").open("ab") as file:
-                    running[slot] = name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **place})
-        time.sleep(0.2)
-    print(f"done: {len(list(args.out.glob('*.json')))} results in {args.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return 1 if failed else 0
-
-
 def main() -> int:
     parser, args = arguments()
     if args.table:
@@ -290,7 +233,7 @@ def main() -> int:
 
         print(table(args.table))
         return pictures(args.table, args.pictures) if args.pictures and can_draw() else 0
-    return work_off(args) if args.queue else train(parser, args)
+    return train(parser, args)
 
 
 if __name__ == "__main__":

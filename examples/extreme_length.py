@@ -14,28 +14,20 @@ import argparse
 import sys
 
 import torch
-from _memory import measured
+from recipe.costs import measured
 from recipe.main import run_safely
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import detect
 from dilated_attention.engine.memory import attention_memory
 from dilated_attention.parsing import size
+from dilated_attention.pattern import geometric_branches
 
 GIB = 2**30
 
 
-def branches(length: int) -> tuple[list[int], list[int]]:
-    """Segments 256, 1024, … up to the whole sequence, rates 1, 4, …"""
-    segments, rates = [min(256, length)], [1]
-    while segments[-1] * 4 <= length:
-        segments.append(segments[-1] * 4)
-        rates.append(rates[-1] * 4)
-    return segments, rates
-
-
 def predicted(length: int, args: argparse.Namespace, device: str, dtype: torch.dtype) -> int:
-    pattern = DilatedPattern(*branches(length))
+    pattern = DilatedPattern(*geometric_branches(length, 256))
     return attention_memory(pattern, length, args.heads, args.head_dim, dtype=dtype, hardware=detect(device), is_causal=args.causal).peak
 
 
@@ -52,7 +44,7 @@ def attend(length: int, args: argparse.Namespace, device: str, dtype: torch.dtyp
     shape = (1, length, args.heads, args.head_dim)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     dout = torch.randn(shape, device=device, dtype=dtype)
-    out = dilated_attention(q, k, v, *branches(length), is_causal=args.causal)
+    out = dilated_attention(q, k, v, *geometric_branches(length, 256), is_causal=args.causal)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     if not all(bool(torch.isfinite(x[:, ::997]).all()) for x in (out, *grads)):
         raise SystemExit("the result is not finite")

@@ -1,8 +1,7 @@
-"""Fine-tunes a transformers model on sequences that processes share, or finds the longest that one GPU trains on.
+"""Fine-tunes a transformers model on sequences that processes share.
 
     python examples/hf_context_parallel.py                                        # tiny, one process, a few seconds on a CPU
     torchrun --nproc_per_node=4 examples/hf_context_parallel.py --model 1b --context 128k --liger --offload
-    python examples/hf_context_parallel.py --longest --model 1b --out build/longest.json        # one GPU, about four minutes
     torchrun --nproc_per_node=2 examples/hf_context_parallel.py --model 1b --context 64k --liger --fsdp --sharing cp_size
 
 The text is Python's language reference, byte by byte. ``--model`` is ``tiny``, ``1b`` (the shape of Llama 3.2 1B with random weights) or
@@ -12,22 +11,14 @@ the path of a checkpoint. All processes share each sequence unless ``--size`` sa
 of torch's SDPA) or ``ulysses`` (``pip install deepspeed``, ZeRO stage 3).
 Last line: ``done: … steps of … tokens on … processes, loss … to …, … tokens/s and … GiB a process; it writes …``, the time of a median
 step after the first two.
-
-``--longest`` trains on one device with all options (``pip install liger-kernel``), with each of them switched off in turn, and with none:
-tokens a second and peak memory of a step at two lengths, the longest sequence by the straight line through the two peaks, and one step at
-95 % of it, on packed documents, since one document of a million tokens takes minutes. Last line:
-``done: the longest sequence, of all options, has … tokens``
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
 import statistics
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -36,37 +27,31 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from _memory import measured
+from _text import DOCUMENT
 from recipe.main import run_safely
 
 from dilated_attention.integrations.huggingface import context_parallel
 from dilated_attention.parsing import size
 
 try:
-    from accelerate import Accelerator
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
     from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
-    from transformers.integrations.liger import apply_liger_kernel
 except ImportError as error:
     raise SystemExit(f'{error}: pip install "dilated-attention[hf]" accelerate') from None
 
-DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_1B = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 SHAPES = {"tiny": {**TINY, "num_key_value_heads": 2}, "1b": {**LLAMA_1B, "num_key_value_heads": 8, "tie_word_embeddings": True}}
-# of the one step at full length
-DOCUMENT_LENGTH = 16384
-OPTIONS = ("liger", "offload")
 WRAP = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 IS_GPU = torch.cuda.is_available()
 
 
-def made(name: str, length: int, dtype: torch.dtype = torch.float32) -> Any:
+def made(name: str, length: int) -> Any:
     if name not in SHAPES:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name], **ids, max_position_embeddings=length), dtype=dtype)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name], **ids, max_position_embeddings=length), dtype=torch.float32)
 
 
 class Clock(TrainerCallback):
@@ -140,87 +125,12 @@ def train(args: argparse.Namespace) -> None:
             written = f"; it writes {bytes(x % 256 for x in ids[0, 64:].tolist())!r}"
     if trainer.is_world_process_zero():
         print(f"done: {steps}, {rates}{written}")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def step(model: Any, optimizer: Any, ids: torch.Tensor, document: int) -> None:
-    positions = torch.arange(ids.shape[1], device=ids.device)[None] % document
-    model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def attempt(model: Any, optimizer: Any, length: int, document: int, times: int = 1) -> dict[str, float] | None:
-    """Seconds and peak bytes of the last of some steps; None if memory does not suffice."""
-    ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
-    try:
-        for _ in range(times):
-            _, seconds, _, peak = measured(lambda: step(model, optimizer, ids, document), model.device)
-        return {"tokens": length, "seconds": seconds, "tokens a second": length / seconds, "peak GiB": peak / 2**30}
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-        gc.collect()
-        if IS_GPU:
-            torch.cuda.empty_cache()
-            # blocks of pinned memory of another length
-            getattr(torch._C, "_host_emptyCache", lambda: None)()
-
-
-def limit_of_host(model: Any, free: float) -> int:
-    """The longest sequence whose checkpoints, a pinned block of a power of two for each layer, fit in 70 % of the host's memory."""
-    block = 0.7 * free / model.config.num_hidden_layers
-    return int(2 ** int(torch.tensor(block).log2()) / (model.config.hidden_size * model.dtype.itemsize))
-
-
-def longest(args: argparse.Namespace) -> None:
-    end = time.perf_counter() + 60 * args.minutes
-    device = torch.device("cuda" if IS_GPU else "cpu")
-    total = args.memory_gib or (torch.cuda.get_device_properties(device).total_memory / 2**30 - 2 if IS_GPU else 4.0)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    described = {"device": torch.cuda.get_device_name() if IS_GPU else "cpu", "torch": torch.__version__, "model": args.model, "GiB": total}
-    found: dict[str, Any] = {}
-    off = [(), *((name,) for name in OPTIONS), OPTIONS]
-    for without in off:
-        options = {name: name not in without for name in OPTIONS}
-        name = "all options" if not without else "none" if len(without) > 1 else f"without {without[0]}"
-        model = made(args.model, 2**21, torch.bfloat16 if IS_GPU else torch.float32).to(device).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-        model.activation_checkpointing_enable({"use_reentrant": False}, offload=options["offload"] and IS_GPU)
-        if options["liger"] and IS_GPU:
-            apply_liger_kernel(model, None)
-        handle = context_parallel(Accelerator(cpu=not IS_GPU), model, size=1)
-        points = [attempt(model, optimizer, length, 2**30, times=2) for length in (args.context, 2 * args.context)]
-        row = found[name] = {"measured": points}
-        if None not in points:
-            first, second = points
-            slope = (second["peak GiB"] - first["peak GiB"]) / args.context
-            length = int((total - second["peak GiB"]) / slope) + 2 * args.context if slope > 0 else 0
-            row["limit"], row["longest by the line"] = "device memory", length
-            if options["offload"] and IS_GPU and limit_of_host(model, free) < length:
-                row["limit"], length = "host memory", limit_of_host(model, free)
-            aim = min(int(0.95 * length), args.most) // 64 * 64
-            while aim > 2 * args.context and aim / second["tokens a second"] < end - time.perf_counter():
-                row["one step"] = attempt(model, optimizer, aim, DOCUMENT_LENGTH)
-                if row["one step"] is not None:
-                    break
-                aim = aim * 9 // 10 // 64 * 64
-        handle.remove()
-        del model, optimizer, handle
-        print(f"{name:<22} {json.dumps(row)}", flush=True)
-        # after each, so that a run that is stopped leaves what it found
-        args.out.write_text(json.dumps(described | {"rows": found}, indent=1))
-    best = found["all options"].get("one step") or found["all options"]["measured"][-1] or {"tokens": 0}
-    print(f"done: the longest sequence, of all options, has {best['tokens']:,} tokens")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="tiny, 1b, or the path of a checkpoint")
-    parser.add_argument("--context", type=size, help="tokens; with --longest, the shorter of the two lengths that are measured")
+    parser.add_argument("--context", type=size, help="tokens of a sequence")
     parser.add_argument("--size", type=size, help="processes that share a sequence; all of them unless given")
     parser.add_argument("--steps", type=size, default=5)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -228,17 +138,12 @@ def main() -> int:
     parser.add_argument("--offload", action="store_true", help="activation checkpoints in the host's memory; on a GPU")
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters over all processes")
     parser.add_argument("--sharing", choices=["ours", "cp_size", "ulysses"], help="time steps, shared by this")
-    parser.add_argument("--longest", action="store_true", help="find the longest sequence on one device")
-    parser.add_argument("--minutes", type=float, default=3.5, help="of --longest, after which no long step begins")
-    parser.add_argument("--memory-gib", type=float, help="of --longest, where the device does not say")
-    parser.add_argument("--most", type=size, default=2**21, help="of --longest, tokens of the longest step")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/hf_context_parallel"))
     args = parser.parse_args()
     if (args.liger or args.offload or args.fsdp) and not IS_GPU:
         raise SystemExit("--liger, --offload or --fsdp without a GPU, for which these exist; expected a run without")
     args.context = args.context or (512 if args.model == "tiny" else 16384)
-    args.out = args.out or Path("build/longest.json" if args.longest else "runs/hf_context_parallel")
-    longest(args) if args.longest else train(args)
+    train(args)
     return 0
 
 

@@ -12,22 +12,19 @@ Last line: ``done: dilated reads … bytes … times as fast as sdpa, at … bit
 
 from __future__ import annotations
 
-import argparse
+import functools
 import math
 import os
 import sys
-import sysconfig
 import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 # threads that wait for each other sleep instead of spinning: five times faster where the cores are shared with other work
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _memory import measured
-from _text import random_windows
+from _text import document_parser, read_document, train_on_document
+from recipe.costs import measured
 from recipe.main import run_safely
 
 from dilated_attention.integrations.huggingface import configure, register
@@ -38,8 +35,6 @@ try:
 except ImportError as error:
     raise SystemExit(f'{error}: pip install "dilated-attention[hf]"') from None
 
-# a real text in one piece on any machine with Python: its language reference, 757,011 bytes in 3.11
-DOCUMENT = Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py"
 # the near in full, and with every doubling of the rate four times as far: a rate of 8 divides 8 heads' offsets evenly
 SEGMENTS, RATES = [512, 2048, 8192, 32768], [1, 2, 4, 8]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,43 +59,18 @@ def loss_of(model: Any, text: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def train(model: Any, text: torch.Tensor, args: argparse.Namespace) -> int:
-    """Steps in ``--train-seconds``. Lengths follow the clock, so that both models meet long windows for an equal time."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.05)
-    generator = torch.Generator().manual_seed(0)
-    start, step = time.perf_counter(), 0
-    while (done := max((time.perf_counter() - start) / args.train_seconds, step / args.steps)) < 1:
-        length = min(args.context, 1024 if done < 0.5 else 4096 if done < 0.75 else args.context)
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 0.1 + 2 * (1 - done))
-        loss = loss_of(model, random_windows(text, length, max(1, 2048 // length), generator))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-    return step
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--context", type=size, default=32768, help="bytes of the document's end that are read")
-    parser.add_argument("--train-seconds", type=float, default=75, help="of each of the two models")
-    parser.add_argument("--steps", type=size, default=10**9, help="of training, at most")
+    parser = document_parser(__doc__, 32768, 75)
     parser.add_argument("--write", type=size, default=120, help="bytes to generate")
     args = parser.parse_args()
-    text = torch.frombuffer(bytearray(args.document.read_bytes()), dtype=torch.uint8)
-    if len(text) < 3 * args.context:
-        raise SystemExit(f"{args.document} has {len(text)} bytes; expected at least three times --context, {3 * args.context}")
+    beginning, end = read_document(args)
     register()
-    beginning, end = text[: -args.context - 1], text[None, -args.context - 1 :].long()
     print(f"{args.context} bytes of {args.document.name}, {DEVICE}")
     print(f"{'attention':<10} {'steps':>6} {'seconds':>8} {'MiB':>6} {'bits/byte':>10}")
     found = {}
     for name in ("sdpa", "dilated"):
         model = llama(name, args.context + args.write)
-        steps = train(model, beginning, args)
+        steps = train_on_document(model, functools.partial(loss_of, model), beginning, args)
         model.eval()
         with torch.no_grad():
             loss_of(model, end[:, :1025])

@@ -27,9 +27,8 @@ from typing import cast
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from _memory import measured
-from _pictures import can_draw
-from recipe.main import run_safely
+from recipe.costs import measured
+from recipe.main import can_draw, run_safely
 from torch import nn
 
 from dilated_attention import create_model

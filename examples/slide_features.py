@@ -26,7 +26,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,22 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from _slide_labels import PARTS, find_slides, with_parts
-from _slide_results import Tested, auc_of, save_table, save_vectors
 from _slide_tuning import Tuning
-from _slides import Refused, Slides, check, model_folder, progress, tell_of_class_token
+from _slides import (
+    PARTS,
+    Refused,
+    Slides,
+    Tested,
+    auc_of,
+    check,
+    find_slides,
+    model_folder,
+    progress,
+    save_table,
+    save_vectors,
+    tell_of_class_token,
+    with_parts,
+)
 from recipe import settings
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
@@ -139,8 +150,6 @@ def of_run(args: argparse.Namespace, changes: dict[str, Any], options: dict[str,
 
 def main() -> int:
     parser, args = arguments()
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    refusal = None
     try:
         lacking = [name for name in ("h5py", "sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
         if lacking:
@@ -151,13 +160,11 @@ def main() -> int:
         slides = find_slides(args.features, args.labels, skip_missing=args.skip_missing)
         slides = with_parts(slides, held_out=args.held_out, folds=args.folds, seed=args.seed)
         slides = check(slides, tile_size=args.tile_size, cells=cells)
-        device = Processes(1, "contiguous", False).device
+        device = Processes().device
         torch.manual_seed(args.seed)
         model = build(args, slides, device)
     except Refused as error:
-        refusal = str(error)
-    if refusal:
-        parser.refuse(refusal)
+        parser.refuse(str(error))
     print("\n".join(slides.notes))
     print(f"classes {', '.join(slides.classes)}; {model.num_parameters:,} parameters, {args.checkpoint or 'random weights'}, {device}")
     if args.folds:
@@ -178,7 +185,7 @@ def main() -> int:
             run_args.steps = math.ceil(args.epochs * len(tuning.train) / args.batch)
         with settings.wrong_usage(parser):
             optimizer = torch.optim.AdamW(tuning.trained.parameters(), lr=args.lr, weight_decay=0.05)
-            trainer = Trainer(run_args, Processes(1, "contiguous", False), tuning.trained, tuning.trained, [optimizer], tuning.task())
+            trainer = Trainer(run_args, Processes(), tuning.trained, tuning.trained, [optimizer], tuning.task())
         counts = ", ".join(f"{len(part.part(name))} {name}" for name in PARTS if part.part(name))
         print(f"fold {fold + 1} of {args.folds}: {counts}" if args.folds else counts, flush=True)
         if args.tune_encoder:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from pathlib import Path
 
 # threads that wait for each other sleep instead of spinning
@@ -24,9 +23,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-from _slide_labels import find_slides
-from _slide_results import Tested, auc_of, save_table, save_vectors
-from _slides import Refused, Slides, check, model_folder, progress, tell_of_class_token
+from _slides import (
+    Refused,
+    Slides,
+    Tested,
+    auc_of,
+    check,
+    find_slides,
+    model_folder,
+    progress,
+    save_table,
+    save_vectors,
+    tell_of_class_token,
+)
 from recipe import settings
 from recipe.main import run_safely
 from recipe.processes import Processes, precision
@@ -49,7 +58,7 @@ def load(path: Path, global_pool: bool, device: torch.device) -> SlideEncoder:
 
 
 def prepare(args: argparse.Namespace) -> tuple[SlideEncoder, Slides, torch.device]:
-    device = Processes(1, "contiguous", False).device
+    device = Processes().device
     model = load(args.checkpoint, args.global_pool, device)
     config = model.config
     names = config.class_names or [f"class {index}" for index in range(config.num_classes or 0)]
@@ -72,14 +81,10 @@ def main() -> int:
     parser.add_argument("--heatmaps", action="store_true", help="draw the attention to each slide's tiles")
     parser.add_argument("--out", type=Path, default=Path("runs/slide_predictions"), help="(default: runs/slide_predictions)")
     args = parser.parse_args()
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    refusal = None
     try:
         model, slides, device = prepare(args)
     except Refused as error:
-        refusal = str(error)
-    if refusal:
-        parser.refuse(refusal)
+        parser.refuse(str(error))
     print("\n".join(slides.notes))
     args.out.mkdir(parents=True, exist_ok=True)
     vectors, probabilities = [], []

@@ -38,13 +38,11 @@ import _markov
 import torch
 from _genome import UNKNOWN, Chromosome, find_fasta, known_share, read_genome, shrink_output, write_held_out
 from _muon import optimizers_of
-from _pictures import can_draw
 from recipe import log, settings
-from recipe.costs import flops_per_token, peak_flops, plot
-from recipe.main import run_safely
+from recipe.costs import flops_per_token, peak_flops
+from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
-from recipe.task import Task, generator_of
-from recipe.trainer import Trainer
+from recipe.trainer import Task, Trainer, generator_of
 
 from dilated_attention.models import BASES, LongNetConfig, LongNetLM
 from dilated_attention.pattern import geometric_branches
@@ -305,7 +303,9 @@ def report(args: argparse.Namespace, reading: Reading, trainer: Trainer, found: 
     picture = ""
     if can_draw():
         picture = ", genome.png"
-        plot(results, args.out / "genome.png")
+        chosen = [*(row for row in rows if row.k in (2, 4, 6)), min(rows, key=lambda row: row.smoothed)]
+        baselines = {f"Markov order {row.k}": row.smoothed for row in chosen} | {"interpolated": rows[-1].interpolated}
+        log.plot(args.out, "genome.png", baselines, "base", found["chromosome"])
     print(f"log.jsonl, checkpoint (the model), checkpoints, held_out.fa, genome.json{picture} in {args.out}")
     below = [row.k for row in rows if bits < row.smoothed]
     # a two-sided model of order 1 sees two bases, as the other kind of order 2 does

@@ -19,7 +19,6 @@ import math
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,14 +28,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import _text
 import torch
 from _muon import optimizers_of
-from _pictures import can_draw
 from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops
-from recipe.main import run_safely
+from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
-from recipe.task import Task, generator_of
-from recipe.trainer import Trainer
-from torch.distributed.fsdp import FSDPModule
+from recipe.trainer import Task, Trainer, generator_of
 
 from dilated_attention import DilatedPattern, create_model, explain_backend
 from dilated_attention.factory import MODEL_PRESETS
@@ -150,43 +146,14 @@ def main() -> int:
     return report(args, trainer, bits, valid_text, {"unigram": unigram, "bigram": bigram})
 
 
-def check_checkpoint(model: LongNetLM, folder: Path, tokens: torch.Tensor, backend: str) -> LongNetLM:
-    """The saved model, if its logits are those of the trained one, bit for bit; one that several processes hold cannot be asked alone.
-
-    Only the same kernels give the same bits, so it is loaded with the backend of the training.
-    """
-    loaded = LongNetLM.from_pretrained(folder, device=tokens.device, backend=backend)
-    with torch.no_grad():
-        if model.ring is None and not isinstance(model, FSDPModule) and not torch.equal(model.eval()(tokens), loaded(tokens)):
-            raise SystemExit(f"the model in {folder} does not give the trained model's logits back")
-    return loaded
-
-
-def plot(run: Path, baselines: dict[str, float], source: str) -> None:
-    from matplotlib.figure import Figure
-
-    lines = log.read(run)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, label, style in (("train/bits", "training loss", "-"), ("held_out/bits", "held out", "o-")):
-        points = [(line["seconds"], float(line[name])) for line in lines if name in line]
-        axes.plot(*zip(*points, strict=True), style, lw=1, ms=4, label=label)
-    for (name, value), style in zip(baselines.items(), ("-.", "--", ":"), strict=True):
-        axes.axhline(value, ls=style, color="black", lw=1, label=f"{name} {value:.2f}")
-    axes.set(xlabel="seconds of training", ylabel="bits per byte", ylim=(0, 8), title=textwrap.fill(f"LongNet on {source}", 60))
-    axes.legend()
-    figure.savefig(run / "loss.png", dpi=120)
-
-
 def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: torch.Tensor, entropy: dict[str, float]) -> int:
     run, device = args.out, trainer.processes.device
     sample = _text.windows(valid_text, min(args.context, 512), 2)
-    assert isinstance(trainer.model, LongNetLM)
-    model = check_checkpoint(trainer.model, run / "checkpoint", sample.to(device), args.backend)
+    model = LongNetLM.from_pretrained(run / "checkpoint", device=device, backend=args.backend)
     pictures = ""
     if can_draw():
         pictures = ", loss.png and pattern.png (segments at a 16th)"
-        plot(run, {"validation": bits, **entropy}, args.data.name if args.data else "Python's source text")
+        log.plot(run, "loss.png", entropy, "byte", f"LongNet on {args.data.name if args.data else 'Python source text'}")
         # drawn with segments a 16th as long: at full length one segment would fill a legible picture
         segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
         drawn = DilatedPattern(segments, model.config.dilation_rates)

@@ -18,6 +18,7 @@ from dilated_attention.functional.arguments import autocast, needs_grad, place_i
 from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations._hf_mask import KeyMask, document_starts, mask_of_tensor, packed_bounds
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, OF_PATTERNS, Settings, group_of, settings_of
+from dilated_attention.pattern import DilatedPattern, LocalWindow
 from dilated_attention.validation import refuse_where
 
 # arguments that models pass to every layer and that have no effect on attention, or repeat what the mask says
@@ -272,7 +273,11 @@ def _check_arguments(name: str, module: torch.nn.Module, config: Any, kwargs: di
 def _check_tensor_mask(name: str, settings: Settings, mask: KeyMask) -> None:
     """Raises ValueError for a tensor as the mask of branches or a pattern, if it holds more than causality and padding, which these narrow
     down further."""
-    if settings.is_dense(mask.num_keys):
+    pattern = settings.pattern
+    sees_all = isinstance(pattern, LocalWindow) and pattern.window == (None, None)
+    if isinstance(pattern, DilatedPattern):
+        sees_all = [w >= mask.num_keys and r == 1 for w, r in pattern.branches] == [True]
+    if pattern is None or sees_all:
         return
     dense = "pattern=LocalWindow((None, None))" if settings.kind == "block_sparse" else "one segment over everything and rate 1"
     way_out = f'expected causality and padding alone, or dense settings: {dense}. Or attn_implementation="sdpa"'

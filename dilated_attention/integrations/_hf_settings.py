@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,8 @@ _BRANCHES = ("segment_lengths", "dilation_rates")
 _OF_BRANCHES = ("head_offsets", "branch_heads", "tail")
 _RUN = ("deterministic", "backend")
 # processes belong to a job, not to a model
-_PROCESSES = ("group", "mesh")
-_RING = (*_RUN, "layout", "exchange", "seq_len", "ranks_per_node", "timeout", *_PROCESSES)
+PROCESSES = ("group", "mesh")
+_RING = (*_RUN, "layout", "exchange", "seq_len", "ranks_per_node", "timeout", *PROCESSES)
 # of the functions that these names stand for, what is not said by each call
 OPTIONS: dict[str, tuple[str, ...]] = {
     "dilated": (*_BRANCHES, *_OF_BRANCHES, "mixture_grad", *_RUN),
@@ -31,6 +30,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "ring": _RING,
     "block_sparse": ("pattern", *_RUN),
 }
+EVERY_OPTION = {option for options in OPTIONS.values() for option in options}
 # what says which pairs count, and a value for as long as it is not said; and the modules that check all of them
 _USUAL: dict[str, dict[str, Any]] = {"ring": {}, "block_sparse": {"pattern": LocalWindow(0)}}
 _MODULES = {"dilated": DilatedAttention, "ring_dilated": RingDilatedAttention, "ring": RingAttention, "block_sparse": BlockSparseAttention}
@@ -45,56 +45,35 @@ class Settings:
 
     kind: str
     options: dict[str, Any]
-    pattern: BlockPattern | DilatedPattern | None = None
+    pattern: BlockPattern | DilatedPattern | None
 
     @property
     def is_shared(self) -> bool:
         """Whether processes share the sequence."""
         return self.kind in ("ring_dilated", "ring")
 
-    def is_dense(self, num_keys: int) -> bool:
-        """Whether a query sees each of so many keys once."""
-        if isinstance(self.pattern, DilatedPattern):
-            return [w >= num_keys and r == 1 for w, r in self.pattern.branches] == [True]
-        return self.pattern is None or (isinstance(self.pattern, LocalWindow) and self.pattern.window == (None, None))
 
-    def with_options(self, options: dict[str, Any]) -> Settings:
-        """Returns these settings, overridden by ``options``, whose values may be plain JSON; ValueError or TypeError for others."""
-        refuse_others(options, OPTIONS[self.kind], f"given for {self.kind!r}")
-        new = {**self.options, **options}
-        if isinstance(new.get("pattern"), str):
-            new["pattern"] = pattern_from_spec(new["pattern"])
-        usual = _USUAL.get(self.kind, dict.fromkeys(_BRANCHES, (1,)))
-        is_said = bool(usual.keys() & new.keys())
-        given = {name: value for name, value in new.items() if name not in (*_PROCESSES, "seq_len")}
-        module: Any = _MODULES[self.kind](**{**(dict.fromkeys(usual, ()) if is_said else usual), **given})
-        return Settings(self.kind, new, module.pattern if is_said else None)
+def checked(kind: str, options: dict[str, Any]) -> Settings:
+    """Returns the settings of a kind, whose values may be plain JSON; ValueError or TypeError for others."""
+    refuse_others(options, OPTIONS[kind], f"given for {kind!r}")
+    if isinstance(options.get("pattern"), str):
+        options = {**options, "pattern": pattern_from_spec(options["pattern"])}
+    usual = _USUAL.get(kind, dict.fromkeys(_BRANCHES, (1,)))
+    is_said = bool(usual.keys() & options.keys())
+    given = {name: value for name, value in options.items() if name not in (*PROCESSES, "seq_len")}
+    module: Any = _MODULES[kind](**{**(dict.fromkeys(usual, ()) if is_said else usual), **given})
+    return Settings(kind, options, module.pattern if is_said else None)
 
-    def plain(self) -> dict[str, Any]:
-        """Returns the options as JSON values; ValueError for a pattern that holds a Python function or a tensor, or a group or mesh."""
-        for name in _PROCESSES:
-            if name in self.options:
-                raise ValueError(f"{name} in a model's config, which is saved with the model; give it to register({name}=…)")
-        plain = dict(self.options)
-        if isinstance(self.pattern, BlockPattern):
-            if self.pattern.is_bound_to_process:
-                raise ValueError(
-                    f"pattern {self.pattern!r} holds a Python function or a tensor, which no config can save; "
-                    "give it to register(pattern=…)"
-                )
-            plain["pattern"] = self.pattern.spec()
-        return dict(json.loads(json.dumps(plain)))
+
+def of_kind(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of the options that apply to a kind."""
+    return {option: value for option, value in options.items() if option in OPTIONS[kind]}
 
 
 def refuse_others(options: Iterable[str], expected: Iterable[str], where: str) -> None:
     unknown = sorted(set(options) - set(expected))
     if unknown:
         raise ValueError(f"{', '.join(unknown)} {where}; expected some of {', '.join(sorted(expected))}")
-
-
-def everything() -> set[str]:
-    """Returns the options of all kinds."""
-    return {option for options in OPTIONS.values() for option in options}
 
 
 REGISTERED: dict[str, Settings] = {}
@@ -139,17 +118,12 @@ def settings_of(name: str, config: Any) -> Settings:
     """Returns the settings of a name for the model of a config, which takes precedence over what was registered; ValueError or TypeError if
     the config's settings are invalid, or lengths or a pattern are given nowhere."""
     told = getattr(config, CONFIG_KEY, None)
-    if told is None:
-        return _KNOWN[_resolved(name, ())]
-    if not isinstance(told, dict):
+    if told is not None and not isinstance(told, dict):
         raise TypeError(
             f"config.{CONFIG_KEY} is {told!r}; expected a dict, e.g. {{'segment_lengths': [2048, 8192], 'dilation_rates': [1, 4]}}"
         )
-    return _KNOWN[_resolved(name, tuple([(option, _hashable(value)) for option, value in told.items()]))]
-
-
-def _hashable(value: Any) -> Any:
-    return tuple([_hashable(x) for x in value]) if isinstance(value, (list, tuple)) else value
+    # compiled code looks again where the items of a dict differ
+    return _KNOWN[_resolved(name, tuple((told or {}).items()))]
 
 
 @torch.compiler.assume_constant_result
@@ -159,8 +133,8 @@ def _resolved(name: str, told: tuple[tuple[str, Any], ...]) -> str:
         return key
     settings = REGISTERED[name]
     # a config may have settings of several kinds: a model trained with dilated attention is also run with ring_dilated
-    refuse_others([option for option, _ in told], everything() - set(_PROCESSES), f"in config.{CONFIG_KEY}")
-    settings = settings.with_options({option: value for option, value in told if option in OPTIONS[settings.kind]})
+    refuse_others(dict(told), EVERY_OPTION - set(PROCESSES), f"in config.{CONFIG_KEY}")
+    settings = checked(settings.kind, settings.options | of_kind(settings.kind, dict(told)))
     if settings.pattern is None and settings.kind != "ring":
         is_sparse = settings.kind == "block_sparse"
         missing = "pattern" if is_sparse else "segment_lengths"
@@ -171,20 +145,6 @@ def _resolved(name: str, told: tuple[tuple[str, Any], ...]) -> str:
         )
     _KNOWN[key] = settings
     return key
-
-
-def in_use(config: Any) -> dict[str, Any]:
-    """Returns what was registered for the implementation of a config, without what no config can save."""
-    settings = next((REGISTERED[each._attn_implementation] for each in configs_of(config) if each._attn_implementation in REGISTERED), None)
-    if settings is None:
-        return {}
-    cannot = (*_PROCESSES, "pattern") if isinstance(settings.pattern, BlockPattern) and settings.pattern.is_bound_to_process else _PROCESSES
-    return {name: value for name, value in settings.options.items() if name not in cannot}
-
-
-def base_of(model: Any) -> Any:
-    """Returns a model without the adapters that PEFT put around it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def configs_of(config: Any) -> list[Any]:

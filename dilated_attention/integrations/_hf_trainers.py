@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 from typing import Any
 
 import torch
@@ -97,24 +98,6 @@ class _DataParallel:
         return tree_map(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self._accelerator.gather(data))
 
 
-class _OfGroups:
-    """A learning-rate scheduler that accelerate calls once for each process, and that steps once for each group."""
-
-    def __init__(self, scheduler: Any, size: int) -> None:
-        vars(self).update(_scheduler=scheduler, _size=size, _calls=0)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        vars(self)["_calls"] += 1
-        if self._calls % self._size == 0:
-            self._scheduler.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_scheduler"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._scheduler, name, value)
-
-
 def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> None:
     """Lets loaders and schedulers that are prepared from now on, and ``gather_for_metrics``, count each group as one process."""
     if accelerator.num_processes == 1:
@@ -142,8 +125,16 @@ def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> N
 
     def prepare_scheduler(scheduler: Any) -> Any:
         prepared = kind.prepare_scheduler(accelerator, scheduler)
-        if prepared.step_with_optimizer and not prepared.split_batches and not isinstance(prepared.scheduler, _OfGroups):
-            prepared.scheduler = _OfGroups(prepared.scheduler, len(groups[0]))
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            # accelerate's step calls the scheduler's once for each process; of a group's calls one counts
+            calls, inner = itertools.count(1), prepared.scheduler.step
+            with contextlib.ExitStack() as after:
+                replace(after, prepared.scheduler, "step", lambda *args, **kwargs: next(calls) % len(groups[0]) or inner(*args, **kwargs))
+                type(prepared).step(prepared, *args, **kwargs)
+
+        if prepared.step_with_optimizer and not prepared.split_batches:
+            prepared.step = step
         return prepared
 
     replace(undo, accelerator, "prepare_scheduler", prepare_scheduler)

@@ -20,11 +20,10 @@ from torch import nn
 from dilated_attention.models import LongNetConfig
 from dilated_attention.models.saving import read_safetensors
 from dilated_attention.models.stack import LongNetStack
-from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int_tuple, one_of
 
-# each rule: (pattern of our key, their key), and maybe a function that converts their value. All rules that match are applied, in turn
-KeyRules = tuple[tuple[Any, ...], ...]
+# each rule: (pattern of our key, their key). All rules that match are applied, in turn
+KeyRules = tuple[tuple[str, str], ...]
 # rules of the layers, which follow those of each kind of model. Parameters of an attention layer have the same names in both
 LAYER_RULES: KeyRules = (
     (r"blocks\.(\d+)\.attention\.", r"layers.\1.self_attn."),
@@ -268,25 +267,20 @@ def fill_model(
         if scale.shape != expected.shape or not torch.allclose(scale.double().cpu(), expected, atol=rounding):
             raise ValueError(f"{name} is not XPOS's for head_dim {head_dim}; check num_heads")
 
-    def in_halves(x: torch.Tensor) -> torch.Tensor:
-        # XPOS rotates pairs of neighbouring dimensions in TorchScale; here it rotates the first half of a head's dimensions with the second
-        return x if x.shape[0] % head_dim else x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-    rules = (*rules, *LAYER_RULES, *(((r"([qk]_proj)", r"\1", in_halves),) if scales else ()))
     loaded: dict[str, torch.Tensor] = {}
     unused = weights.keys() - scales.keys()
     for ours, parameter in model.state_dict().items():
         if ours in fresh:
             continue
-        theirs, conversions = ours, []
-        for pattern, replacement, *conversion in rules:
-            theirs, count = re.subn(pattern, replacement, theirs)
-            conversions += conversion if count else []
+        theirs = ours
+        for pattern, their_key in (*rules, *LAYER_RULES):
+            theirs = re.sub(pattern, their_key, theirs)
         if theirs not in weights:
             raise _missing(theirs, weights)
         value = weights[theirs]
-        for convert in conversions:
-            value = convert(value)
+        if scales and re.search("[qk]_proj", ours) and value.shape[0] % head_dim == 0:
+            # XPOS rotates pairs of neighbouring dimensions in TorchScale; here it rotates the first half of a head's with the second
+            value = value.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         if value.shape != parameter.shape:
             raise ValueError(
                 f"{theirs} has shape {tuple(weights[theirs].shape)}, for {tuple(parameter.shape)} here; expected that of the other weights"
@@ -312,8 +306,8 @@ def fill_model(
     model.requires_grad_()
     # one hook on the stack warns for all layers; layers without hooks need less memory
     stack = next((module for module in model.modules() if isinstance(module, LongNetStack)), None)
-    pattern = model.attention.pattern if stack is None else stack.config.pattern
-    shifted = [(w, r) for w, r in pattern.branches if w % r] if isinstance(pattern, DilatedPattern) else []
+    branches = getattr(model.attention.pattern if stack is None else stack.config.pattern, "branches", ())
+    shifted = [(w, r) for w, r in branches if w % r]
     if shifted:
         (stack or model).register_forward_pre_hook(functools.partial(_warn_if_shifted, shifted), with_kwargs=True)
     return model.eval()

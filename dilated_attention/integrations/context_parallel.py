@@ -36,8 +36,8 @@ from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_
 from dilated_attention.integrations._hf_settings import (
     REGISTERED,
     Settings,
-    base_of,
     check_release,
+    checked,
     configs_of,
     interfaces,
     remember,
@@ -82,7 +82,8 @@ class ContextParallel:
         members = members_of(place)
         self._processes, self._members = place, members
         self.group, self.rank, self.size = members.group, members.rank, members.size
-        self.base = base_of(model)
+        # without the adapters that PEFT put around it
+        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         _check_model(model, self.base)
         self.timeout, self.whole_logits = timeout, False
         self.undo = undo
@@ -94,7 +95,7 @@ class ContextParallel:
         attentions, masks = interfaces()
         original = self.base.config._attn_implementation or "sdpa"
         # an attention that is not registered here is one of transformers, and dense
-        settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}))
+        settings = REGISTERED.get(original, Settings("ring", {"layout": "zigzag"}, None))
         if original in REGISTERED:
             warn_of_saving(original, self.base.config)
         if settings.kind == "block_sparse":
@@ -105,7 +106,7 @@ class ContextParallel:
         kind = "ring" if settings.kind == "ring" else "ring_dilated"
         # the processes given here replace those of the model's setting, and every batch has a length of its own
         options = {name: value for name, value in settings.options.items() if name not in ("mesh", "seq_len")}
-        settings = Settings(kind, options).with_options({"timeout": self.timeout, "group": place, **given})
+        settings = checked(kind, {**options, "timeout": self.timeout, "group": place, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
         self.undo.callback(REGISTERED.pop, self.name)

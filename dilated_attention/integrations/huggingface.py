@@ -16,6 +16,7 @@ by one.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,14 +24,15 @@ from dilated_attention.integrations._hf_attend import attend, ignore
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask, shard_inputs
 from dilated_attention.integrations._hf_settings import (
     CONFIG_KEY,
+    EVERY_OPTION,
     NAME_KEY,
     OPTIONS,
+    PROCESSES,
     REGISTERED,
-    Settings,
+    checked,
     configs_of,
-    everything,
-    in_use,
     interfaces,
+    of_kind,
     refuse_others,
     remember,
 )
@@ -66,8 +68,8 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
     if name is None:
         if kind is not None:
             raise ValueError(f"kind is {kind!r} without a name; expected register({kind!r}, …) or register(name, kind={kind!r}, …)")
-        refuse_others(options, everything(), "given")
-        found = {each: Settings(each, {}).with_options(_of(each, options)) for each in OPTIONS}
+        refuse_others(options, EVERY_OPTION, "given")
+        found = {each: checked(each, of_kind(each, options)) for each in OPTIONS}
     else:
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r} ({type(name).__name__}); expected a string")
@@ -80,7 +82,7 @@ def register(name: str | None = None, *, kind: str | None = None, ignored: Itera
         one_of("kind", kind, tuple(OPTIONS))
         if name in OPTIONS and name != kind:
             raise ValueError(f"name is {name!r} with kind={kind!r}; expected another name for it")
-        found = {name: Settings(kind, {}).with_options(options)}
+        found = {name: checked(kind, options)}
     ignore(ignored)
     for each, settings in found.items():
         remember(each, settings)
@@ -118,22 +120,29 @@ def configure(model_or_config: Any, **options: Any) -> None:
         raise ValueError(
             "the model is under context_parallel, whose attention no config can name; expected configure before, or after remove()"
         )
+    ours = next((REGISTERED[name] for name in names if name in REGISTERED), None)
     told = {**(getattr(config, CONFIG_KEY, None) or {}), **options}
-    if not options:
-        told = {**in_use(config), **told}
+    if not options and ours is not None:
+        # without what no config can save
+        cannot = (*PROCESSES, "pattern") if getattr(ours.pattern, "is_bound_to_process", False) else PROCESSES
+        told = {**{option: value for option, value in ours.options.items() if option not in cannot}, **told}
     told = {option: value for option, value in told.items() if value is not None}
-    refuse_others(told, everything(), "given")
-    plain: dict[str, Any] = {}
-    for kind in OPTIONS:
-        plain |= Settings(kind, {}).with_options(_of(kind, told)).plain()
-    is_ours = any(name in REGISTERED for name in names)
+    refuse_others(told, EVERY_OPTION, "given")
+    for option in PROCESSES:
+        if option in told:
+            raise ValueError(f"{option} in a model's config, which is saved with the model; give it to register({option}=…)")
+    patterns = {kind: checked(kind, of_kind(kind, told)).pattern for kind in OPTIONS}
+    if "pattern" in told:
+        pattern: Any = patterns["block_sparse"]
+        if pattern.is_bound_to_process:
+            raise ValueError(
+                f"pattern {pattern!r} holds a Python function or a tensor, which no config can save; give it to register(pattern=…)"
+            )
+        told["pattern"] = pattern.spec()
+    plain = json.dumps(told)
     for each, name in zip(configs, names, strict=True):
-        setattr(each, CONFIG_KEY, dict(plain))
+        setattr(each, CONFIG_KEY, json.loads(plain))
         vars(each).pop(NAME_KEY, None)
-        if is_ours:
+        if ours is not None:
             # a string would hold for the configs within this one, too
             setattr(each, NAME_KEY, name if configs_of(each) == [each] else {"": name})
-
-
-def _of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in options.items() if option in OPTIONS[kind]}

@@ -307,8 +307,11 @@ def load_slide_encoder(
     rules: KeyRules = (
         (r"^encoder\.norm\.", "encoder.layer_norm."),
         (r"^tile_embedding\.", "patch_embed.proj."),
-        (r"^class_token$", "cls_token", lambda token: token[0, 0] if token.ndim == 3 and token.shape[:2] == (1, 1) else token),
+        (r"^class_token$", "cls_token"),
     )
+    token = weights.get("cls_token")
+    if token is not None and token.shape[:-1] == (1, 1):
+        weights["cls_token"] = token[0, 0]
     model = SlideEncoder(config, device="meta", **options)
     fresh = {} if num_classes is None else _head(num_classes, encoder.embed_dim)
     return fill_model(model, weights, rules, encoder.head_dim, device, dtype, fresh)
@@ -395,10 +398,13 @@ def load_longvit(
         (r"^encoder\.norm\.", "encoder.layer_norm."),
         (r"^encoder\.", f"{outer}encoder."),
         (r"^patch_embedding\.", f"{outer}patch_embed.proj."),
-        (r"^positions$", f"{outer}pos_embed", lambda positions: resized_positions(positions, config.grid)),
+        (r"^positions$", f"{outer}pos_embed"),
         (r"^norm\.", f"{around}{norm}."),
         (r"^head\.", f"{around}head."),
     )
+    positions = weights.get(f"{outer}pos_embed")
+    if positions is not None:
+        weights[f"{outer}pos_embed"] = resized_positions(positions, config.grid)
     return fill_model(LongViT(config, device="meta", **options), weights, rules, encoder.head_dim, device, dtype, fresh)
 
 

@@ -1,11 +1,16 @@
-"""What a training costs: its FLOPs by formula, the share of the device's that it reaches, its memory; and the plot of its loss."""
+"""What work costs: a training's FLOPs by formula and the share of the device's that it reaches; time and memory, of a GPU what tensors
+take, else what the process has in memory."""
 
 from __future__ import annotations
 
-import textwrap
+import contextlib
+import ctypes
+import math
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,34 +48,51 @@ def peak_flops(device: torch.device, stated: float | None) -> tuple[float, str]:
     return 2 * size**3 / min(seconds), f"a product of two {size} x {size} matrices on this machine"
 
 
-def plot(log: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
+class Measured(NamedTuple):
+    """What work returned, its seconds, bytes before it and at its peak; NaN where nobody counts them."""
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    steps, seconds = log["steps"], 0.0
-    times = [seconds := seconds + step for _, step, _ in steps]
-    # sequences differ by more than a model learns in many steps
-    span = max(1, len(steps) // 40)
-    means = [sum(bits for _, _, bits in steps[i - span : i]) / span for i in range(span, len(steps) + 1)]
-    axes.plot(times[span - 1 :], means, lw=1, color="#56b4e9", label=f"training, mean of {span} sequences")
-    held_out = log["evaluations"]
-    axes.plot([t for _, t, _ in held_out], [bits for _, _, bits in held_out], "o-", ms=4, color="#d55e00", label="held out")
-    best = min(log["markov"], key=lambda row: row["smoothed"])
-    shown = [log["markov"][k] for k in (2, 4, 6) if k < len(log["markov"])]
-    lines = [(row["smoothed"], f"Markov order {row['k']}") for row in {row["k"]: row for row in (*shown, best)}.values()]
-    lines.append((log["markov"][-1]["interpolated"], "interpolated"))
-    # the first steps are above chance, and may leave the picture
-    highest = max(2.05, *(bits for _, _, bits in held_out))
-    lowest = min(log["held out bits per base"], *means, *(value for value, _ in lines))
-    bottom, top = (limit + 0.05 * sign * (highest - lowest) for limit, sign in ((lowest, -1), (highest, 1)))
-    place = bottom
-    for value, label in sorted(lines):
-        # next to its line, or above the label below
-        place = max(value, place + 0.045 * (top - bottom))
-        axes.axhline(value, color="black", lw=0.8, ls="--" if label == "interpolated" else "-")
-        axes.annotate(f"{label} {value:.3f}", (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize="small")
-    axes.set(xlabel="seconds of training", ylabel="bits per base", ylim=(bottom, top))
-    axes.set_title(textwrap.fill(log["chromosome"], 60), fontsize="small")
-    axes.legend(fontsize="small", loc="best")
-    figure.savefig(path, dpi=100)
+    result: Any
+    seconds: float
+    before: float
+    peak: float
+
+
+def measured(work: Callable[[], Any], device: torch.device | str) -> Measured:
+    device = torch.device(device)
+    before = forget_peak(device)
+    start = time.perf_counter()
+    result = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Measured(result, time.perf_counter() - start, before, peak_memory(device))
+
+
+def forget_peak(device: torch.device) -> float:
+    """Bytes now, from which the peak is counted anew where that can be done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return float(torch.cuda.memory_allocated(device))
+    # what was freed goes back to the system, and Linux forgets a process's peak when it is told so
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes at the peak since ``forget_peak``, or since the process began."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    # not getrusage on Linux: its peak counts the process that started this one, if that was larger, and is never forgotten
+    if sys.platform == "darwin":
+        import resource
+
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return _resident("VmHWM")
+
+
+def _resident(line: str) -> float:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((float(x.split()[1]) * 1024 for x in lines if x.startswith(line)), math.nan)

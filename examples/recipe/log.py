@@ -1,4 +1,5 @@
-"""The log of a run, while it runs: a line of JSON a step and evaluation, TensorBoard's curves where it is installed, and a progress bar."""
+"""The log of a run, while it runs: a line of JSON a step and evaluation, TensorBoard's curves where it is installed, a progress bar;
+and its picture."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import json
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,3 +115,32 @@ class Log:
             yield
         except BrokenPipeError:
             self.is_closed = True
+
+
+def plot(run: Path, name: str, baselines: dict[str, float], unit: str, title: str) -> None:
+    """Draws the bits of a run's log over time, and those of ``baselines`` as lines, into a picture in its folder."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    lines = read(run)
+    trained, held_out = ([(line["seconds"], float(line[key])) for line in lines if key in line] for key in ("train/bits", "held_out/bits"))
+    # sequences differ by more than a model learns in many steps
+    span = max(1, len(trained) // 40)
+    means = [sum(bits for _, bits in trained[i - span : i]) / span for i in range(span, len(trained) + 1)]
+    axes.plot([seconds for seconds, _ in trained[span - 1 :]], means, lw=1, color="#56b4e9", label=f"training, mean of {span} steps")
+    axes.plot(*zip(*held_out, strict=True), "o-", ms=4, color="#d55e00", label="held out")
+    # the first steps are above chance, and may leave the picture
+    compared = [*baselines.values(), *(bits for _, bits in held_out)]
+    highest, lowest = max(compared), min(*means, *compared)
+    bottom, top = (limit + 0.05 * sign * (highest - lowest) for limit, sign in ((lowest, -1), (highest, 1)))
+    place = bottom
+    for label, value in sorted(baselines.items(), key=lambda item: item[1]):
+        # next to its line, or above the label below
+        place = max(value, place + 0.045 * (top - bottom))
+        axes.axhline(value, color="black", lw=0.8)
+        axes.annotate(f"{label} {value:.3f}", (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize="small")
+    axes.set(xlabel="seconds of training", ylabel=f"bits per {unit}", ylim=(bottom, top))
+    axes.set_title(textwrap.fill(title, 60), fontsize="small")
+    axes.legend(fontsize="small", loc="best")
+    figure.savefig(run / name, dpi=100)

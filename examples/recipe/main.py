@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -68,3 +69,13 @@ def run_safely(main: Callable[[], int]) -> int:
             signal.signal(signal.SIGINT, before)
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def can_draw() -> bool:
+    """Returns whether matplotlib can be imported, and prints what is missing if it cannot: its absence must not cost what was computed."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        print(f'no pictures, {error}: pip install "dilated-attention[plot]"')
+        return False
+    return True

@@ -32,7 +32,7 @@ class Processes:
         ValueError: if the processes do not allow it.
     """
 
-    def __init__(self, context_parallel: int, layout: str, fsdp: bool) -> None:
+    def __init__(self, context_parallel: int = 1, layout: str = "contiguous", fsdp: bool = False) -> None:
         self.distributed = "RANK" in os.environ
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.distributed else 1

@@ -1,4 +1,4 @@
-"""The loop of a training run: steps, evaluations and checkpoints, on one process or many, until its end or a signal.
+"""The loop of a training run: steps, evaluations and checkpoints of a ``Task``, on one process or many, until its end or a signal.
 
 Step s trains on sequences k·s … k·(s + 1) − 1 of an endless row, of which the data are a function of (seed, index) alone, and random
 numbers of the model are a function of (seed, s, process). So nothing of the past but weights, optimizers and counts decides what comes:
@@ -15,26 +15,77 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _memory import peak_memory
 from torch.distributed.tensor import DTensor
 
 from dilated_attention.models import LongNetLM
 from recipe import checkpoints, log, settings
+from recipe.costs import peak_memory
 from recipe.main import interrupted
 from recipe.processes import Processes
-from recipe.task import Progress, Task, schedule
 
 # what a run writes, but for its settings
 WRITTEN = (
     *(log.FILE, "checkpoints", "checkpoint", "tensorboard", "loss.png", "pattern.png", "genome.json", "genome.png", "held_out.fa"),
     *("embeddings.npz", "predictions.csv", "slides.json", "heatmaps", "best.pt"),
 )
+
+
+@dataclass
+class Progress:
+    """What a run has done: it is saved with every checkpoint."""
+
+    step: int = 0
+    sequences: int = 0
+    seconds: float = 0.0
+    evaluations: int = 0
+    # of all rows of processes together, in one step
+    batch: int = 0
+    # of what the run trains on; another text is another run
+    data: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained.
+
+    Args:
+        loss: (indices of sequences, progress from 0 to 1) → their mean loss in nats, of this process's part.
+        evaluate: the share of the way, from 0 to 1 → bits a token on held-out data. 1 is the end.
+        tokens: the tokens of a sequence, by progress.
+        flops: FLOPs of a training step for each token, by the tokens of a sequence; None where nobody has counted.
+        unit: of what the loss is a mean, such as ``"byte"``.
+        data: a fingerprint of the data.
+        evaluations: how many on the way.
+        batch: sequences that a process takes at a time.
+        accumulate: how many times a step, when a run begins; their gradients are added up.
+    """
+
+    loss: Callable[[Sequence[int], float], torch.Tensor]
+    evaluate: Callable[[float], float]
+    tokens: Callable[[float], int]
+    flops: Callable[[int], float] | None = None
+    unit: str
+    data: str
+    evaluations: int
+    batch: int
+    accumulate: int = 1
+
+
+def schedule(progress: float) -> float:
+    """Factor of the highest rate at a fraction of the training: a short warm-up, then a cosine to a twentieth."""
+    warm_up = min(1.0, (progress + 0.002) / 0.04)
+    return warm_up * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+
+
+def generator_of(seed: int, index: int) -> torch.Generator:
+    """The random numbers of sequence ``index`` of a run."""
+    return torch.Generator().manual_seed(random.Random(f"{seed}/{index}").getrandbits(63))
 
 
 class Trainer:

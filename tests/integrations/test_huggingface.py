@@ -477,6 +477,9 @@ def test_a_compiled_model_has_documents_and_new_settings_and_refuses_hidden_docu
     changed = compiled(**given).logits
     assert (changed.flatten(0, 1) - expected["logits"]).abs().max() > 1e-3
     torch.testing.assert_close(changed, model(**given).logits, atol=1e-10, rtol=0)
+    for options in ({"segment_lengths": [6, 24], "dilation_rates": [2, 3]}, {"branch_heads": "split"}):
+        configure(model, **options)
+        torch.testing.assert_close(compiled(**given).logits, model(**given).logits, atol=1e-10, rtol=0)
     compiled(ids[:1], position_ids=torch.arange(N)[None], attention_mask=ONES)
     with pytest.raises(RuntimeError, match="packed documents"):
         compiled(ids[:1], position_ids=torch.arange(N)[None] % 20, attention_mask=ONES)

@@ -77,25 +77,27 @@ def test_a_sequence_is_a_place_of_two_strains(part: Part, tmp_path: Path) -> Non
     data = part("_compare_data")
     draw = torch.Generator().manual_seed(0)
     one = torch.randint(4, (40_000,), generator=draw)
-    for name, symbols in (("a", one), ("b", data.mutated(one, 3))):
+    other = one.where(torch.rand(len(one), generator=draw) > 0.01, 3 - one)
+    for name, symbols in (("a", one), ("b", other)):
         (tmp_path / f"{name}.fa").write_text(f">{name}\n{BASES.decode(symbols)}\n")
     files = [tmp_path / "a.fa", tmp_path / "b.fa"]
-    for paths in (files, files[:1]):
-        strains = data.Strains(paths, 4096, torch.device("cpu"))
-        assert len(strains.strains) == 2 and all(strains.places)
-        cut = strains.bounds[0][0][1]
-        assert cut == 30_000 and strains.bounds[0][1] == (cut, len(one))
-        for window in strains.held_out(4096, 4):
-            assert len(window) == 4097 and window[2048] == 4 and int((window == 4).sum()) == 1
-            distance = data.copy_distance(window, 5)[2100:]
-            assert float((distance > 1900).double().mean()) > 0.5
-        for seed in range(4):
-            window = strains.random_window(4096, torch.Generator().manual_seed(seed))
-            far = data.copy_distance(window, 5)[2400:]
-            assert len(window) == 4097 and set(window.tolist()) == {0, 1, 2, 3, 4} and float((far > 1700).double().mean()) > 0.4
-        assert strains.targets(window[None])[0, 2047] == -100 and strains.inputs(window[None]).max() < 5**strains.kmer
+    strains = data.Strains(files, 4096, torch.device("cpu"))
+    assert len(strains.strains) == 2 and all(strains.places)
+    cut = strains.bounds[0][0][1]
+    assert cut == 30_000 and strains.bounds[0][1] == (cut, len(one))
+    for window in strains.held_out(4096, 4):
+        assert len(window) == 4097 and window[2048] == 4 and int((window == 4).sum()) == 1
+        distance = data.copy_distance(window, 5)[2100:]
+        assert float((distance > 1900).double().mean()) > 0.5
+    for seed in range(4):
+        window = strains.random_window(4096, torch.Generator().manual_seed(seed))
+        far = data.copy_distance(window, 5)[2400:]
+        assert len(window) == 4097 and set(window.tolist()) == {0, 1, 2, 3, 4} and float((far > 1700).double().mean()) > 0.4
+    assert strains.targets(window[None])[0, 2047] == -100 and strains.inputs(window[None]).max() < 5**strains.kmer
     with pytest.raises(ValueError, match="are followed by 32,768 bases; choose a smaller --context"):
         data.Strains(files, 65536, torch.device("cpu"))
+    with pytest.raises(ValueError, match="expected FASTA files of at least two strains"):
+        data.Strains(files[:1], 4096, torch.device("cpu"))
 
 
 def test_every_name_is_a_model_that_reads(part: Part) -> None:

@@ -80,15 +80,11 @@ ENDS: dict[str, tuple[str, list[str]]] = {
             "done: dilated reads 3000 bytes ",
         ],
     ),
-    "hf_context_parallel.py": (
-        "--longest --context 256 --memory-gib 64 --most 1024 --out {out}/longest.json",
-        ["done: the longest sequence, of all options, has "],
-    ),
     "extreme_length.py": ("--budget-gib 0.2", ["N = 65,536: predicted"]),
 }
 
 
-@pytest.mark.parametrize("script", [pytest.param(name, marks=needs_pins if "parallel" in name else ()) for name in ENDS])
+@pytest.mark.parametrize("script", ENDS)
 def test_an_example_ends_with_what_it_promises(script: str, text: Path, tmp_path: Path) -> None:
     words, said = ENDS[script]
     # which measures what a process takes up

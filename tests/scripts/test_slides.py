@@ -225,13 +225,13 @@ def test_a_patient_is_trained_on_or_held_out(tmp_path: Path) -> None:
 
 def test_the_interval_of_an_auc_holds_its_true_value(part: Callable[[str], Any]) -> None:
     """Of few patients, in about 95 of 100 samples; also where the AUC is 1, and more patients make it narrower."""
-    results, files = part("_slide_results"), part("_slides")
+    files = part("_slides")
     random = np.random.default_rng(0)
 
     def interval(scores: np.ndarray, slides_of_each: int = 1, folds: int = 1) -> Any:
         count = len(scores) // 2
         slides = [files.Slide(str(i), Path(), i // count, patient=str(i // slides_of_each)) for i in range(2 * count)]
-        auc, low, high = results.auc_of([results.Tested(slides, np.stack((-scores, scores), 1))] * folds)
+        auc, low, high = files.auc_of([files.Tested(slides, np.stack((-scores, scores), 1))] * folds)
         assert low <= auc <= high
         return auc, low, high
 
@@ -303,7 +303,7 @@ def test_the_pixels_between_tiles_are_read_or_compared(
 ) -> None:
     folder, files = apart(make_folder(tmp_path / "features"), steps, form), part("_slides")
     check = functools.partial(files.check, cells=1000, tile_size=tile_size)
-    slides = part("_slide_labels").find_slides(folder, folder / "labels.csv")
+    slides = files.find_slides(folder, folder / "labels.csv")
     if tile_size is not None:
         with pytest.raises(files.Refused, match=f"--tile-size is {tile_size}, and {text}"):
             check(slides)
@@ -314,7 +314,7 @@ def test_the_pixels_between_tiles_are_read_or_compared(
         assert torch.equal(slide.load(torch.device("cpu"))[1] // checked.tile_size, torch.tensor(tissue(0)[1]) // 256)
     # attributes count where coords say nothing, of slides of one tile
     apart(folder, steps, form, tiles=1)
-    assert check(part("_slide_labels").find_slides(folder, None)).tile_size == (512 if form else 256)
+    assert check(files.find_slides(folder, None)).tile_size == (512 if form else 256)
 
 
 def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
