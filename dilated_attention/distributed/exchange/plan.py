@@ -395,7 +395,7 @@ class Step:
         own: (first of the rank's own rows, first row of the memory, count) of the runs that may be read where they are.
         send: the rank's own lines for each peer; gradients come back for them.
         place: lines of the memory that come from each peer.
-        sources: for each line of the memory which of the own lines, those that come, and a line of zeros it is.
+        sources: of each line of the memory the number of the own line that it is, or −2 − the number of a line that comes; −1 for zeros.
         own_places: the line of the memory of each own line.
         made: launches of kernels by what they depend on, and what else is made once for these rows, also of other heads.
     """
@@ -422,12 +422,12 @@ class Step:
 
     @property
     def returned(self) -> torch.Tensor:
-        """Which of the lines that come back, by peer, is that of each own line: (peers, own lines) int64, −1 for none."""
+        """Which of the lines that come back, by peer, is that of each own line: (peers, own lines), as in ``sources``."""
         if (known := self.made.get("returned")) is not None:
             return known  # type: ignore[no-any-return]
         peers = [count for count in self.send.counts if count]
         returned = self.own_places.new_full((len(peers), len(self.own_places)), -1)
-        numbers = torch.arange(len(self.send.numbers), device=returned.device)
+        numbers = -2 - torch.arange(len(self.send.numbers), device=returned.device)
         for row, lines, places in zip(returned, self.send.numbers.split(peers), numbers.split(peers), strict=True):
             row[lines] = places
         self.made["returned"] = returned
@@ -460,10 +460,8 @@ def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, w
     send_counts, place_counts = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
     sent, arrives = on_device([_joined(itertools.chain(*by_peer)) for by_peer in (send, place)], device)
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives[:0]])
-    lines, arrived = len(own_places), len(arrives)
-    numbers = torch.arange(lines + arrived, device=device)
-    sources = torch.full((rows * each,), lines + arrived, device=device)
-    sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives, numbers[lines:])
+    sources = torch.full((rows * each,), -1, device=device)
+    sources[own_places], sources[arrives] = torch.arange(len(own_places), device=device), -2 - torch.arange(len(arrives), device=device)
     width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(send_counts, sent), RowIndex(place_counts, arrives))
     return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels, on_device
@@ -47,43 +48,33 @@ def _wide(lines: torch.Tensor) -> torch.Tensor:
     return lines.view(torch.int64) if lines.shape[1] * lines.itemsize % 8 == 0 else lines
 
 
-def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step) -> None:
-    """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
-    those of ``of``, of those that came after them, and of a line of zeros."""
-    if has_kernels(to):
+def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Step, arrived: Pair | None = None) -> None:
+    """Sets each line of ``to`` to the line of ``of`` that ``places`` has for it, plus the lines that came.
+
+    Args:
+        to: K and V, or their gradients, (B, rows, heads, D), or a tensor of lines of both.
+        places: numbers of lines, as in ``Step.sources``.
+        arrived: the lines that came, and their numbers for each line (peers, lines).
+    """
+    if has_kernels(of[0]):
         from dilated_attention.distributed.exchange import copies_triton
 
-        copies_triton.gather(to, of, came, lines, step)
+        copies_triton.copy(to, of, places, step, arrived)
         return
-    every = _lines(of, step.width, to.dtype)
-    if came is not None:
-        every = torch.cat([every, came, came.new_zeros((1, came.shape[1]))])
-    torch.index_select(every, 0, lines, out=to.view(-1, every.shape[1]))
-
-
-def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
-    """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
-    that came, by peer."""
-    if has_kernels(came):
-        from dilated_attention.distributed.exchange import copies_triton
-
-        copies_triton.add(to, grads, came, step)
+    B, _, heads, D = of[0].shape
+    dtype = accumulation_dtype(of[0].dtype)
+    lines = torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, step.width * B * 2 * D)
+    # the first line is zero
+    sums = F.pad(lines, (0, 0, 1, 0))[(places + 1).clamp(min=0)]
+    # peer by peer, so the order of the sums is always the same
+    came, arrivals = arrived or (sums, ())
+    for numbers in arrivals:
+        sums += F.pad(came, (0, 0, 1, 0))[(-1 - numbers).clamp(min=0)]
+    if isinstance(to, torch.Tensor):
+        to.view(sums.shape).copy_(sums)
         return
-    dtype = accumulation_dtype(came.dtype)
-    sums = _lines(grads, step.width, dtype)[step.own_places]
-    peers = [count for count in step.send.counts if count]
-    # each names a line once, so peer by peer the order of the sums is always the same
-    for numbers, share in zip(step.send.numbers.split(peers), came.split(peers), strict=True):
-        sums.index_add_(0, numbers, share.to(dtype))
-    B, n, heads, D = to[0].shape
-    for x, some in zip(to, sums.view(n, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
+    for x, some in zip(to, sums.view(-1, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
         x.copy_(some)
-
-
-def _lines(of: Pair, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a copy of K and V, or their gradients, (B, rows, heads, D), as lines (…, width · B · 2·D)."""
-    B, _, _, D = of[0].shape
-    return torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, width * B * 2 * D)
 
 
 def views_of(memory: torch.Tensor) -> Pair:
@@ -103,7 +94,7 @@ def begin(
         return came, None
     assert wire is not None, "one process has nobody to exchange with"
     lines = k.new_empty((len(sent.numbers), width))
-    gather(lines, of, None, sent.numbers, step)
+    copy(lines, of, sent.numbers, step)
     return came, wire.start(_wide(lines), sent.counts, _wide(came), back.counts, what)
 
 
@@ -125,7 +116,7 @@ class Keys:
         if not self._is_there:
             B, _, heads, D = self.own[0].shape
             memory = self._came.new_empty((self.step.rows, heads, B, 2 * D))
-            gather(memory, self.own, self._came, self.step.sources, self.step)
+            copy(memory, self.own, self.step.sources, self.step, (self._came, self.step.sources[None]))
             self.keys, self._is_there = views_of(memory), True
             # it has been copied; this frees its memory for the step's results
             del self._came
@@ -143,7 +134,7 @@ def send_back(step: Step, grads: Pair | None, k: torch.Tensor, wire: Wire | None
     def write_sums(to: Pair) -> None:
         if transfer is not None:
             transfer.wait()
-        add((step.of_heads(to[0]), step.of_heads(to[1])), own, came, step)
+        copy((step.of_heads(to[0]), step.of_heads(to[1])), own, step.own_places, step, (came, step.returned))
 
     return write_sums
 
