@@ -138,32 +138,24 @@ class RingProblem:
 
 class Piece(NamedTuple):
     """Rows needed of positions [low, high): ``units``, numbers offset · heads + head below ``period`` · heads, at low and every ``period``
-    positions after it; None for all rows of all heads."""
+    positions after it."""
 
     low: int
     high: int
-    period: int = 1
-    units: np.ndarray | None = None
+    period: int
+    units: np.ndarray
+
+    def before(self, position: int, heads: int) -> int:
+        """Returns how many (row, head) are needed before a position, which is not before ``low``."""
+        periods, offset = divmod(position - self.low, self.period)
+        return periods * len(self.units) + int(np.searchsorted(self.units, offset * heads))
 
     def lines(self, low: int, high: int, heads: int, shift: int) -> np.ndarray:
         """Returns the numbers (position + shift) · heads + head of what is needed of positions [low, high), ascending."""
-        if self.units is None:
-            return np.arange((low + shift) * heads, (high + shift) * heads)
         first, last = (low - self.low) // self.period, -((self.low - high) // self.period)
-        found = ((np.arange(first, last) * self.period + self.low + shift)[:, None] * heads + self.units).ravel()
-        edges = np.searchsorted(found, ((low + shift) * heads, (high + shift) * heads))
-        return found[edges[0] : edges[1]]
-
-    def size(self, low: int, high: int, heads: int) -> int:
-        """Returns how many numbers ``lines`` has."""
-        if self.units is None:
-            return (high - low) * heads
-
-        def before(position: int) -> int:
-            periods, offset = divmod(position - self.low, self.period)
-            return periods * len(self.units) + int(np.searchsorted(self.units, offset * heads))  # type: ignore[arg-type]
-
-        return before(high) - before(low)
+        periods = np.arange(first * self.period, last * self.period, self.period) + (self.low + shift)
+        skipped = first * len(self.units)
+        return (periods[:, None] * heads + self.units).ravel()[self.before(low, heads) - skipped : self.before(high, heads) - skipped]
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,58 +184,53 @@ class Needed:
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
-        return sum(piece.size(low, high, self.heads) for _, piece, low, high in self.between(runs))
+        return sum(x.before(high, self.heads) - x.before(low, self.heads) for _, x, low, high in self.between(runs))
 
 
 class Wanted(NamedTuple):
     """What a branch needs of positions [low, high).
 
     Args:
-        first: where a group of ``rate`` positions begins.
-        taken: the bytes of bool (rate, heads): which of such a group are needed; None for all.
+        taken: the bytes of bool (rate, heads): which of a group of ``rate`` positions are needed; none if the rank has these positions.
+        first: where such a group begins.
     """
 
     low: int
     high: int
+    taken: bytes
     first: int = 0
-    taken: bytes | None = None
 
 
 # a set of rates whose pattern repeats after more (position, head) than this is taken to need all rows
 _LONGEST_PERIOD = 2**24
 
 
-def union(wanted: Sequence[Wanted], own: Sequence[Range], heads: int) -> Needed:
+def union(wanted: Sequence[Wanted], heads: int) -> Needed:
     """Returns what is needed for any of ``wanted`` and is not the rank's own."""
-    holes = [Wanted(*run, taken=b"") for run in own if run[0] < run[1]]
-    waiting = sorted([*wanted, *holes], key=itemgetter(0), reverse=True)
-    pieces, active = list[Piece](), list[Wanted]()
+    waiting = sorted(wanted, key=itemgetter(0), reverse=True)
+    pieces, active, every = list[Piece](), list[Wanted](), b"\1" * heads
     for low, high in itertools.pairwise(sorted({edge for x in waiting for edge in (x.low, x.high)})):
         active = [x for x in active if x.high > low]
         while waiting and waiting[-1].low == low:
             active.append(waiting.pop())
-        taken = [x.taken for x in active]
-        if not taken or b"" in taken:
+        rates = [len(x.taken) // heads for x in active]
+        if not active or 0 in rates:
             continue
-        period, units = 1, None
-        if None not in taken:
-            rates = [len(some) // heads for some in taken]  # type: ignore[arg-type]
-            period = min(math.lcm(*rates), high - low)
-            if period * heads <= _LONGEST_PERIOD:
-                units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))  # type: ignore[misc]
-        if units is not None:
-            pieces += [Piece(low, high, period, units)] if len(units) else []
-        elif pieces and pieces[-1].units is None and pieces[-1].high == low:
-            pieces[-1] = Piece(pieces[-1].low, high)
-        else:
-            pieces.append(Piece(low, high))
+        period, parts = (
+            min(math.lcm(*rates), high - low),
+            tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]),
+        )
+        if period * heads > _LONGEST_PERIOD or any(x.taken == every for x in active):
+            period, parts = 1, ((0, every),)
+        if len(units := _units(period, heads, parts)):
+            pieces.append(Piece(low, high, period, units))
     return Needed(heads, tuple(pieces))
 
 
 # equal for the lengths of a pattern
 @functools.lru_cache(maxsize=1024)
-def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.ndarray | None:
-    """Returns the numbers offset · heads + head below period · heads that some branch takes; None for all of them.
+def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.ndarray:
+    """Returns the numbers offset · heads + head below period · heads that some branch takes.
 
     Args:
         parts: of each branch the offset at which the period begins, and its ``taken``.
@@ -252,13 +239,13 @@ def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.
     for begin, taken in parts:
         rows = np.frombuffer(taken, dtype=bool).reshape(-1, heads)
         mask |= rows[(begin + np.arange(period)) % len(rows)]
-    return None if mask.all() else mask.ravel().nonzero()[0]
+    return mask.ravel().nonzero()[0]
 
 
 @functools.lru_cache(maxsize=256)
-def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes | None, ...]]:
+def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes, ...]]:
     """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch the
-    bytes of bool (rate, heads): which of r neighbours a head takes, None for all of them."""
+    bytes of bool (rate, heads): which of r neighbours a head takes; of rate 1 where it takes all of them."""
     offsets = np.array(pattern.offsets(num_heads))
     alike = bool((offsets == offsets[:, :1]).all())
     group, (first, last) = (num_heads, (0, 1)) if alike else (num_heads // num_kv_heads, kv_heads)
@@ -266,7 +253,7 @@ def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads:
     for rate, row in zip(pattern.dilation_rates, offsets[:, first * group : last * group], strict=True):
         taken, inside = np.zeros((rate, last - first), dtype=bool), (row != NOT_IN_BRANCH).nonzero()[0]
         taken[row[inside], inside // group] = True
-        found.append(None if taken.all() else taken.tobytes())
+        found.append((taken[:1] if taken.all() else taken).tobytes())
     return last - first, tuple(found)
 
 
@@ -275,11 +262,11 @@ def _needed_keys(problem: RingProblem, rank: int, kv_heads: Range) -> Needed:
     if problem.pattern is not None:
         heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
         for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
-            if some is None or any(some):
-                wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, shard)]
+            if any(some):
+                wanted += [Wanted(low, high, some, first) for first, low, high in keys_beyond(problem, length, shard)]
     if problem.blocks is not None:
-        wanted += [Wanted(*run) for run in problem.kept.runs(rank, kv_heads)]
-    return union(wanted, shard, heads)
+        wanted += [Wanted(*run, b"\1" * heads) for run in problem.kept.runs(rank, kv_heads)]
+    return union(wanted + [Wanted(*run, b"") for run in shard if run[0] < run[1]], heads)
 
 
 def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
