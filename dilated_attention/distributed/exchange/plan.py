@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -89,10 +89,18 @@ class RingProblem:
 
     def needed(self, rank: int, kv_heads: Range | None = None) -> Needed:
         """Returns the keys of other ranks that a rank needs, for key/value heads [first, last) or all of them."""
-        key = rank, kv_heads or (0, self.num_kv_heads)
-        if key not in self._needed:
-            self._needed[key] = _needed_keys(self, *key)
-        return self._needed[key]
+        kv_heads, shard = kv_heads or (0, self.num_kv_heads), self.shards[rank]
+        if (found := self._needed.get((rank, kv_heads))) is None:
+            wanted, heads = [Wanted(*run, b"") for run in shard if run[0] < run[1]], 1
+            if self.pattern is not None:
+                heads, taken = _taken(self.pattern, self.num_heads, self.num_kv_heads, kv_heads)
+                for length, some in zip(self.pattern.segment_lengths, taken, strict=True):
+                    if any(some):
+                        wanted += [Wanted(low, high, some, first) for first, low, high in keys_beyond(self, length, shard)]
+            if self.blocks is not None:
+                wanted += [Wanted(*run, b"\1" * heads) for run in self.kept.runs(rank, kv_heads)]
+            found = self._needed[rank, kv_heads] = union(wanted, heads)
+        return found
 
     def lists_of(self, document: Range) -> BlockLists:
         """Returns the lists of a whole document, on the device or, where they are short, on the host: ranks choose their rows from them."""
@@ -178,9 +186,10 @@ class Needed:
             else:
                 j += 1
 
-    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> list[np.ndarray]:
+    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> np.ndarray:
         """Returns the numbers row · heads + head of what is needed of the runs, of which each begins at its row of ``places``."""
-        return [piece.lines(low, high, self.heads, places[j] - runs[j][0]) for j, piece, low, high in self.between(runs)]
+        lines = (piece.lines(low, high, self.heads, places[j] - runs[j][0]) for j, piece, low, high in self.between(runs))
+        return np.concatenate([np.zeros(0, dtype=np.int64), *lines])
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
@@ -257,53 +266,29 @@ def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads:
     return last - first, tuple(found)
 
 
-def _needed_keys(problem: RingProblem, rank: int, kv_heads: Range) -> Needed:
-    wanted, heads, shard = list[Wanted](), 1, problem.shards[rank]
-    if problem.pattern is not None:
-        heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
-        for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
-            if any(some):
-                wanted += [Wanted(low, high, some, first) for first, low, high in keys_beyond(problem, length, shard)]
-    if problem.blocks is not None:
-        wanted += [Wanted(*run, b"\1" * heads) for run in problem.kept.runs(rank, kv_heads)]
-    return union(wanted + [Wanted(*run, b"") for run in shard if run[0] < run[1]], heads)
-
-
 def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
     """Returns (start of the segment, low, high) of the keys that a rank's queries may see in segments that reach beyond its ranges. Keys
     that overlap are one entry for several ranges in one segment, since ranges may be many."""
-    found: list[tuple[int, int, int]] = []
-    seen = (
-        (first, low, high)
-        for queries in shard
-        for first, low, high in segments_across(problem, length, queries)
-        if low < queries[0] or high > queries[1]
-    )
+    left, right = problem.window or (None, None)
+    if problem.is_causal:
+        right = 0 if right is None else min(right, 0)
+    seen = set[tuple[int, int, int]]()
+    for start, end in shard:
+        # the keys of the segments between those of the first and of the last query are the rank's own
+        for position in (start, end - 1) if start < end else ():
+            # the last document that starts at the position or before
+            first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
+            first += (position - first) // length * length
+            last = min(first + length, last)
+            low = first if left is None else max(first, max(start, first) - left)
+            high = last if right is None else min(last, min(end, last) + right)
+            if low < high and (low < start or high > end):
+                seen.add((first, low, high))
+    found = list[tuple[int, int, int]]()
     for first, low, high in sorted(seen):
         if found and found[-1][0] == first and low <= found[-1][2]:
             found[-1] = (first, found[-1][1], max(high, found[-1][2]))
         else:
-            found.append((first, low, high))
-    return found
-
-
-def segments_across(problem: RingProblem, length: int, queries: Range) -> list[tuple[int, int, int]]:
-    """Returns (start of the segment, low, high), keys that the queries may see, for the segments of the first and of the last query: the
-    keys of the others are the rank's own."""
-    (start, end), (left, right) = queries, problem.window or (None, None)
-    if problem.is_causal:
-        right = 0 if right is None else min(right, 0)
-    segments = set[Range]()
-    for position in (start, end - 1) if start < end else ():
-        # the last document that starts at the position or before
-        first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
-        first += (position - first) // length * length
-        segments.add((first, min(first + length, last)))
-    found = []
-    for first, last in segments:
-        low = first if left is None else max(first, max(start, first) - left)
-        high = last if right is None else min(last, min(end, last) + right)
-        if low < high:
             found.append((first, low, high))
     return found
 
@@ -328,12 +313,8 @@ class KeySpan:
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
     """Returns a short range that holds a rank's own and needed keys, in which segments and blocks are counted as in the whole sequence."""
     own = [run for run in problem.shards[rank] if run[0] < run[1]]
-    pattern, block, reach = problem.pattern, 1, list(own)
-    if pattern is not None:
-        # what the first and the last query of a range see reaches farther than what those between them do
-        reach += [(a, b) for length in pattern.segment_lengths for run in own for _, a, b in segments_across(problem, length, run)]
-    if problem.blocks is not None:
-        reach, block = reach + problem.kept.runs(rank), problem.blocks.k_block
+    pattern, block = problem.pattern, 1 if problem.blocks is None else problem.blocks.k_block
+    reach = own + [(piece.low, piece.high) for piece in problem.needed(rank).pieces]
     if not reach:
         return KeySpan(0, 0, ())
     low, high = min(a for a, _ in reach), max(b for _, b in reach)
@@ -439,19 +420,11 @@ def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, w
     each, rows = wanted.heads, span.end - span.start
     stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
     own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
-    send, place = (list[list[np.ndarray]]([] for _ in problem.shards) for _ in range(2))
-    for peer, held in enumerate(problem.shards):
-        if peer != rank:
-            send[peer] = problem.needed(peer, kv_heads).lines(shard, stacked)
-            place[peer] = wanted.lines(held, [start - span.start for start, _ in held])
-    send_counts, place_counts = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
-    sent, arrives = on_device([_joined(itertools.chain(*by_peer)) for by_peer in (send, place)], device)
+    send = [problem.needed(peer, kv_heads).lines(shard, stacked) for peer in range(problem.size)]
+    place = [wanted.lines(held, [start - span.start for start, _ in held]) for held in problem.shards]
+    sent, arrives = on_device([np.concatenate(send), np.concatenate(place)], device)
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives[:0]])
     sources = torch.full((rows * each,), -1, device=device)
     sources[own_places], sources[arrives] = torch.arange(len(own_places), device=device), -2 - torch.arange(len(arrives), device=device)
-    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(send_counts, sent), RowIndex(place_counts, arrives))
+    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(list(map(len, send)), sent), RowIndex(list(map(len, place)), arrives))
     return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
-
-
-def _joined(lines: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *lines])
