@@ -150,31 +150,26 @@ class RingPass:
         self._move("forward")
         setup = self.setup
         out, lse = run.forward(setup.terms, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
-        if setup.moves:
-            out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
-            lse = lse.transpose(1, 2)
-        return out.contiguous(), lse.contiguous()
+        out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
+        return out.contiguous(), lse.transpose(1, 2).contiguous()
 
     def backward(self, lse: torch.Tensor, dlse: MaybeTensor) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
         dout, out = self.of_backward
         self._move("backward")
         setup = self.setup
-        if setup.moves:
-            if dlse is None and self.ring.lse_grad:
-                # other ranks may have a gradient of lse, and all must send the same
-                dlse = torch.zeros_like(lse)
-            rows = (lse, *(() if dlse is None else (dlse,)))
-            more = (dout, out, *(x.transpose(1, 2) for x in rows))
-            dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
-            lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        wire, rest = self._wire() if setup.exchanges else None, (dout, out, lse, dlse)
-        dq, dk, dv = run.backward(setup.terms, setup.steps, self.masks, self.tensors, rest, wire)
-        if setup.moves:
-            # ranks that share a key/value head each have a contribution to its gradient
-            shared = setup.by_heads and self.inputs.k.shape[2] < self.members.size
-            (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
-            dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
+        if setup.moves and dlse is None and self.ring.lse_grad:
+            # other ranks may have a gradient of lse, and all must send the same
+            dlse = torch.zeros_like(lse)
+        rows = [x.transpose(1, 2) for x in (lse, dlse) if x is not None]
+        dout, out, *rows = self._reshard((dout, out, *rows), "qqqq"[: 2 + len(rows)], "backward: dout, out and lse")
+        saved = dout, out, *(x.transpose(1, 2) for x in rows), *(() if dlse is not None else (None,))
+        wire = self._wire() if setup.exchanges else None
+        dq, dk, dv = run.backward(setup.terms, setup.steps, self.masks, self.tensors, saved, wire)
+        # ranks that share a key/value head each have a contribution to its gradient
+        shared = setup.by_heads and self.inputs.k.shape[2] < self.members.size
+        (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
+        dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
         return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
 
 

@@ -72,7 +72,7 @@ def test_what_compiles_ahead_is_what_the_copies_launch(seed: int, monkeypatch: p
     step, rows, Hk, B, D, dtype = random_step(seed)
     k, v = random_pair(B, rows, Hk, D, dtype)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    copies_triton.compile_ahead(step, k, v, dtype)
+    copies_torch.compile_copies(step, k, v, dtype)
     launches, own, width = set(step.made), (step.of_heads(k), step.of_heads(v)), step.width * B * 2 * D
     sent, came = (torch.zeros(count, width, dtype=dtype) for count in (len(step.send.numbers), len(step.place.numbers)))
     copies_triton.copy(sent, own, step.send.numbers, step)

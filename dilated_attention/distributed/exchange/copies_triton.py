@@ -58,20 +58,6 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     tl.store(to_v + beside + at_v, values.to(to_v.dtype.element_ty), mask=mask)
 
 
-def compile_ahead(step: Any, k: torch.Tensor, v: torch.Tensor, to: torch.dtype | None) -> None:
-    """Starts compiling what the copies of steps like this one need: calls on meta tensors do. ``to``: of the sums of gradients, if any."""
-    B, _, _, D = k.shape
-    width = step.width * B * 2 * D
-    sent, came = (torch.empty((len(x.numbers), width), dtype=k.dtype, device="meta") for x in (step.send, step.place))
-    own_k, own_v = (step.of_heads(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")) for x in (k, v))
-    copy(sent, (own_k, own_v), step.send.numbers, step)
-    copy(came.new_empty((step.rows, step.num_kv_heads, B, 2 * D)), (own_k, own_v), step.sources, step, (came, step.sources[None]))
-    if to is not None:
-        grads, sums = came.new_empty((B, step.rows, step.num_kv_heads, D)), step.of_heads(torch.empty(k.shape, dtype=to, device="meta"))
-        copy(came, (grads, grads), step.place.numbers, step)
-        copy((sums, sums), (grads, grads), step.own_places, step, (sent, step.returned))
-
-
 def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Any, arrived: Pair | None = None) -> None:
     """See ``run.copy``. The launch is remembered for calls of the same strides."""
     B, _, heads, D = of[0].shape

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Step, ar
         places: numbers of lines, as in ``Step.sources``.
         arrived: the lines that came, and their numbers for each line (peers, lines).
     """
-    if has_kernels(of[0]):
+    if has_kernels(of[0]) or of[0].is_meta:
         from dilated_attention.distributed.exchange import copies_triton
 
         copies_triton.copy(to, of, places, step, arrived)
@@ -275,7 +276,9 @@ class Term:
         # whether the results of a single part are those of the term
         self.has_one_part = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
         # in which dtype a step's dk and dv are added. A sum of two shares is rounded once in any dtype, a sum of more would be repeatedly
-        self.grad_dtypes = [self.acc_dtype if _most_overlapping([part.key_rows for part in x]) > 2 else q.dtype for x in parts]
+        rows = [[part.key_rows for part in step_parts] for step_parts in parts]
+        most = [max((sum(x.start <= first.start < x.stop for x in some) for first in some), default=0) for some in rows]
+        self.grad_dtypes = [self.acc_dtype if overlapping > 2 else q.dtype for overlapping in most]
 
     def select(self, x: Any) -> Any:
         """Returns the term's rows of a tensor of queries (B, n, H, …) or of statistics (B, H, n); None for None."""
@@ -291,10 +294,15 @@ class Term:
     def select_keys(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
         return (k, v) if self.chosen_rows is None else (k[self.chosen_rows.keys], v[self.chosen_rows.keys])
 
-
-def _most_overlapping(rows: Sequence[slice]) -> int:
-    """Returns the largest number of ranges that have a row in common."""
-    return max((sum(x.start <= first.start < x.stop for x in rows) for first in rows), default=0)
+    def views(self, index: int, q: torch.Tensor, own: Pair, keys: Any) -> Iterator[tuple[Part, Tensors]]:
+        """Yields each part of step ``index`` and the q, k and v that it reads, and waits for keys when one needs them. ``q``, ``own``: the
+        term's queries, and the rank's K and V; ``keys``: those of the step (``Keys``)."""
+        # parts on the rank's own keys are computed with the first step
+        for part, rows in self.parts[index] if not self.is_home or index == 0 else ():
+            if rows is None:
+                keys.wait()
+            k, v = narrow(rows or part.key_rows, 1, *(own if self.is_home else keys.own if rows else keys.keys))
+            yield part, (part_of(part, q), k, v)
 
 
 class TermPass:
@@ -313,21 +321,10 @@ class TermPass:
             if not saved:
                 self.lse = self.q.new_empty((B, H, n), dtype=term.acc_dtype)
 
-    def _ready_parts(self, index: int, keys: Keys) -> Iterator[tuple[Part, Tensors, torch.Tensor | None]]:
-        """Yields the parts of a step, waiting for keys when one needs them: (part, its q, k and v, where its rows of out or dq belong)."""
-        # those on the rank's own keys are computed with the first step
-        for part, own in self.term.parts[index] if not self.term.is_home or index == 0 else ():
-            if own is None:
-                keys.wait()
-            k, v = narrow(own or part.key_rows, 1, *(self.own if self.term.is_home else keys.own if own else keys.keys))
-            if self.term.has_one_part:
-                yield part, (self.q, k, v), None
-            else:
-                yield part, (part_of(part, self.q), k, v), part_of(part, self.out)
-
     def forward(self, index: int, keys: Keys) -> None:
         """Computes step ``index``."""
-        for part, (q, k, v), place in self._ready_parts(index, keys):
+        for part, (q, k, v) in self.term.views(index, self.q, self.own, keys):
+            place = None if self.term.has_one_part else part_of(part, self.out)
             out, lse = part.forward(q, k, v, self.masks, place)
             if place is None:
                 self.out, self.lse = out, lse
@@ -344,9 +341,9 @@ class TermPass:
         # shares that are not in the total yet, each with its rows of the memory
         waiting: list[tuple[slice, list[torch.Tensor]]] = []
         rows = self.own[0].shape[1] if self.term.is_home else keys.step.rows
-        for part, (q, k, v), to in self._ready_parts(index, keys):
-            dtype = self.term.grad_dtypes[index]
-            dout, out, lse, dlse = self.saved if to is None else [None if x is None else part_of(part, x) for x in self.saved]
+        for part, (q, k, v) in self.term.views(index, self.q, self.own, keys):
+            to, dtype = None if self.term.has_one_part else part_of(part, self.out), self.term.grad_dtypes[index]
+            dout, out, lse, dlse = [None if x is None else part_of(part, x) for x in self.saved]
             dq, *shares = part.backward((dout, q, k, v, out, lse), dlse, self.masks, to)  # type: ignore[arg-type]
             if to is None:
                 self.out = dq
@@ -359,18 +356,13 @@ class TermPass:
             # with two parts the first one waits: the second may have all rows, and then it is the total that the first is added to
             if waiting and (total or len(waiting) == 2 or len(self.term.parts[index]) != 2):
                 total = total or tuple([x.new_zeros((x.shape[0], rows, *x.shape[2:]), dtype=dtype) for x in shares])
-                add_shares(total, waiting)
+                for place, some in waiting:
+                    for sums, x in zip(total, some, strict=True):
+                        sums[:, place].add_(x)
+                waiting.clear()
             # free them before the next part allocates its own
             del dq, shares
         return total or None  # type: ignore[return-value]
-
-
-def add_shares(total: Tensors, waiting: list[tuple[slice, list[torch.Tensor]]]) -> None:
-    """Adds shares to their rows of a total, and forgets them."""
-    for place, shares in waiting:
-        for sums, x in zip(total, shares, strict=True):
-            sums[:, place].add_(x)
-    waiting.clear()
 
 
 def part_of(part: Part, x: torch.Tensor) -> torch.Tensor:
@@ -388,12 +380,11 @@ def dry_run(terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors) -> I
     """Yields each part with tensors like those that it reads in a forward; keys from elsewhere have no memory. ``tensors``: q, k and v."""
     for term in terms:
         q, k, v = term.like(tensors)
-        for step, parts in zip(steps, term.parts, strict=False):
-            own = keys = (k, v) if term.is_home else (step.of_heads(k), step.of_heads(v))
-            if not term.is_home and not step.is_own:
-                keys = views_of(torch.empty((step.rows, step.num_kv_heads, len(k), 2 * k.shape[3]), dtype=k.dtype, device="meta"))
-            for part, rows in parts:
-                yield part, (part_of(part, q), *narrow(rows or part.key_rows, 1, *(own if rows else keys)))
+        for index, step in enumerate(steps):
+            memory = torch.empty((step.rows, step.num_kv_heads, len(k), 2 * k.shape[3]), dtype=k.dtype, device="meta")
+            own = step.of_heads(k), step.of_heads(v)
+            keys = SimpleNamespace(own=own, keys=own if step.is_own else views_of(memory), wait=lambda: None)
+            yield from term.views(index, q, (k, v), keys)
 
 
 def compile_ahead(
@@ -404,13 +395,21 @@ def compile_ahead(
     term = terms[-1]
     _, k, v = term.like(tensors)
     if exchanges and has_kernels(k):
-        from dilated_attention.distributed.exchange import copies_triton
-
         with on_device(k.device):
-            copies_triton.compile_ahead(steps[0], k, v, term.share_dtype if needs_grad else None)
+            compile_copies(steps[0], k, v, term.share_dtype if needs_grad else None)
     for part, views in dry_run(terms, steps, tensors):
         if isinstance(part, QueryPart):
             part.plan(views, Masks(padding))
+
+
+def compile_copies(step: Step, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Starts compiling the copies of steps like this one: copies of meta tensors do. ``dtype``: of the sums of gradients, if any."""
+    wire: Any = SimpleNamespace(start=lambda *_: SimpleNamespace(wait=lambda: None))
+    own_k, own_v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (k, v))
+    Keys(step, own_k, own_v, wire, "").wait()
+    if dtype is not None:
+        grads, sums = own_k.new_empty((len(k), step.rows, step.num_kv_heads, k.shape[3])), torch.empty(k.shape, dtype=dtype, device="meta")
+        send_back(step, (grads, grads), own_k, wire)((sums, sums))
 
 
 # --- a pass ----------------------------------------------------------------------------------------------------------------------
@@ -454,10 +453,8 @@ def backward(
             shares = term_pass.backward(index, arriving[0])
             if term_pass.term.is_home:
                 home = home or shares
-            elif grads is not None and shares is not None:
-                grads = added(grads[0], shares[0]), added(grads[1], shares[1])
-            else:
-                grads = grads or shares
+            elif shares is not None:
+                grads = shares if grads is None else (added(grads[0], shares[0]), added(grads[1], shares[1]))
         arriving.popleft().wait()
         if grads is not None and len(steps) == 1 and step.is_own and not len(step.send.numbers):
             # no other rank has a share of these gradients
