@@ -15,7 +15,7 @@ import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, on_device
-from dilated_attention.distributed.exchange.run import Pair, Part, Tensors, masks_at
+from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at
 from dilated_attention.engine.blocks.lists import select_groups, select_rows
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
@@ -60,23 +60,19 @@ class BlockPart(Part):
     first_key: int
     lists: BlockLists
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
-        q = self._launched(q, 1)
-        backend = self.backend(q, k, masks.padding is not None, False)
-        to = into if self.place is None else None
-        out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
-        return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
-
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
-        dout, q, k, v, out, lse = tensors
+    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+        is_forward, place = len(tensors) == 3, self.place
+        q, k, v = tensors[:3] if is_forward else tensors[1:4]
+        q, to = self._launched(q, 1), into if place is None else None
+        backend, options = self.backend(q, k, masks.padding is not None, not is_forward), self._options(q, masks)
+        if is_forward:
+            out, lse = forward_lists(backend, self.lists, q, k, v, options, into=to)  # type: ignore[arg-type]
+            return (out, lse) if place is None else (out.index_select(1, place), lse.index_select(2, place))
         # for rows that the rank does not hold, weights and gradients are 0
-        dout, q, out = (self._launched(x, 1) for x in (dout, q, out))
+        dout, out, lse = self._launched(tensors[0], 1), self._launched(tensors[4], 1), self._launched(tensors[5], 2, torch.inf)
         dlse = None if dlse is None else self._launched(dlse, 2)
-        backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
-        tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
-        to = into if self.place is None else None
-        dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=to)  # type: ignore[arg-type]
-        return dq if self.place is None else dq.index_select(1, self.place), dk, dv
+        dq, dk, dv = backward_lists(backend, self.lists, (dout, q, k, v, out, lse), options, dlse, into=to)  # type: ignore[arg-type]
+        return dq if place is None else dq.index_select(1, place), dk, dv
 
     def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
         """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""

@@ -100,27 +100,27 @@ def begin(
 
 
 class Keys:
-    """The keys of a step, which may still be in flight. ``own``: the rank's own K and V (B, n, heads, D); ``keys``: those of the step's
-    memory (B, rows, heads, D), once ``wait`` has been called."""
+    """The keys of a step, which may still be in flight. ``own``: the rank's own K and V (B, n, heads, D)."""
 
     def __init__(self, step: Step, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> None:
         """``k``, ``v``: the rank's (B, n, Hk, D); ``what``: the pass."""
-        self.own = self.keys = step.of_heads(k), step.of_heads(v)
-        self.step, self._is_there, what = step, step.is_own, f"{what}, {step.what}: K and V"
-        self._came, self._transfer = begin(step, self.own, step.send, step.place, k, wire, what)
+        self.step, self.own = step, (step.of_heads(k), step.of_heads(v))
+        self._keys: Pair | None = self.own if step.is_own else None
+        self._came, self._transfer = begin(step, self.own, step.send, step.place, k, wire, f"{what}, {step.what}: K and V")
 
-    def wait(self) -> None:
-        """Waits until all keys have come. A later call does nothing."""
+    def wait(self) -> Pair:
+        """Waits until all keys have come, and returns K and V of the step's memory (B, rows, heads, D)."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
-        if not self._is_there:
+        if self._keys is None:
             B, _, heads, D = self.own[0].shape
             memory = self._came.new_empty((self.step.rows, heads, B, 2 * D))
             copy(memory, self.own, self.step.sources, self.step, (self._came, self.step.sources[None]))
-            self.keys, self._is_there = views_of(memory), True
+            self._keys = views_of(memory)
             # it has been copied; this frees its memory for the step's results
             del self._came
+        return self._keys
 
 
 def send_back(step: Step, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> Callable[[Pair], None]:
@@ -152,12 +152,9 @@ class Part(ABC):
     passes: dict[Any, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
-        """Returns (out, lse (B, heads, rows)). ``into``: where to write out; a part that cannot write there returns another tensor."""
-
-    @abstractmethod
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
-        """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, lse; ``into``: for dq."""
+    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+        """Returns (out, lse (B, heads, rows)) of q, k and v, or (dq, dk, dv) of dout, q, k, v, out and lse. ``into``: where to write out or
+        dq; a part that cannot write there returns another tensor."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -171,19 +168,14 @@ class QueryPart(Part):
     span: KeySpan
     first_head: int
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
-        plan = self.plan((q, k, v), masks)
-        return plan.runner.forward(plan, q, k, v, self._masks_of(masks), None, None if into is None else (into,))
-
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
-        *views, lse = tensors
-        plan, dlse = self.plan(tuple(views), masks), None if dlse is None else dlse.contiguous()
-        places = None if into is None else (into, None, None)
-        return plan.runner.backward(plan, (*views, lse.contiguous()), self._masks_of(masks), dlse, None, places)
-
-    def _masks_of(self, masks: Masks) -> Masks:
-        """Returns the masks of the part's queries, keys and heads."""
-        return masks_at(masks, slice(*self.queries), slice(self.span.start, self.span.end), self.heads, self.first_head)
+    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+        plan = self.plan(tensors[:5], masks)
+        masks = masks_at(masks, slice(*self.queries), slice(self.span.start, self.span.end), self.heads, self.first_head)
+        if len(tensors) == 3:
+            q, k, v = tensors
+            return plan.runner.forward(plan, q, k, v, masks, None, None if into is None else (into,))
+        tensors, dlse = (*tensors[:5], tensors[5].contiguous()), None if dlse is None else dlse.contiguous()
+        return plan.runner.backward(plan, tensors, masks, dlse, None, None if into is None else (into, None, None))
 
     def plan(self, views: Tensors, masks: Masks) -> Plan:
         """Returns the plan of a forward on q, k and v, or of a backward on dout, q, k, v and out."""
@@ -299,9 +291,7 @@ class Term:
         term's queries, and the rank's K and V; ``keys``: those of the step (``Keys``)."""
         # parts on the rank's own keys are computed with the first step
         for part, rows in self.parts[index] if not self.is_home or index == 0 else ():
-            if rows is None:
-                keys.wait()
-            k, v = narrow(rows or part.key_rows, 1, *(own if self.is_home else keys.own if rows else keys.keys))
+            k, v = narrow(rows or part.key_rows, 1, *(own if self.is_home else keys.own if rows else keys.wait()))
             yield part, (part_of(part, q), k, v)
 
 
@@ -321,47 +311,42 @@ class TermPass:
             if not saved:
                 self.lse = self.q.new_empty((B, H, n), dtype=term.acc_dtype)
 
-    def forward(self, index: int, keys: Keys) -> None:
-        """Computes step ``index``."""
-        for part, (q, k, v) in self.term.views(index, self.q, self.own, keys):
-            place = None if self.term.has_one_part else part_of(part, self.out)
-            out, lse = part.forward(q, k, v, self.masks, place)
-            if place is None:
-                self.out, self.lse = out, lse
-                break
-            if out is not place:
-                place.copy_(out)
-            part_of(part, self.lse).copy_(lse)
-            # free them before the next part allocates its own
-            del out, lse
-
-    def backward(self, index: int, keys: Keys) -> Pair | None:
-        """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
+    def compute(self, index: int, keys: Keys) -> Pair | None:
+        """Computes step ``index``. In a backward it returns the gradients of the step's keys and values; None if they are zero."""
         total: Tensors = ()
         # shares that are not in the total yet, each with its rows of the memory
         waiting: list[tuple[slice, list[torch.Tensor]]] = []
         rows = self.own[0].shape[1] if self.term.is_home else keys.step.rows
         for part, (q, k, v) in self.term.views(index, self.q, self.own, keys):
-            to, dtype = None if self.term.has_one_part else part_of(part, self.out), self.term.grad_dtypes[index]
-            dout, out, lse, dlse = [None if x is None else part_of(part, x) for x in self.saved]
-            dq, *shares = part.backward((dout, q, k, v, out, lse), dlse, self.masks, to)  # type: ignore[arg-type]
-            if to is None:
-                self.out = dq
-            elif dq is not to:
-                to.copy_(dq)
-            if not total and part.key_rows == slice(0, rows):
-                total = tuple([x.to(dtype) for x in shares])
+            place, dlse = None if self.term.has_one_part else part_of(part, self.out), None
+            tensors: Any = (q, k, v)
+            if self.saved:
+                dout, out, lse, dlse = [None if x is None else part_of(part, x) for x in self.saved]
+                tensors = dout, q, k, v, out, lse
+            out, *shares = part.compute(tensors, dlse, self.masks, place)
+            if place is None:
+                self.out = out
+            elif out is not place:
+                place.copy_(out)
+            if not self.saved:
+                if place is None:
+                    (self.lse,) = shares
+                else:
+                    part_of(part, self.lse).copy_(shares[0])
+            elif not total and part.key_rows == slice(0, rows):
+                total = tuple([x.to(self.term.grad_dtypes[index]) for x in shares])
             else:
                 waiting.append((part.key_rows, shares))
             # with two parts the first one waits: the second may have all rows, and then it is the total that the first is added to
             if waiting and (total or len(waiting) == 2 or len(self.term.parts[index]) != 2):
+                dtype = self.term.grad_dtypes[index]
                 total = total or tuple([x.new_zeros((x.shape[0], rows, *x.shape[2:]), dtype=dtype) for x in shares])
-                for place, some in waiting:
+                for key_rows, some in waiting:
                     for sums, x in zip(total, some, strict=True):
-                        sums[:, place].add_(x)
+                        sums[:, key_rows].add_(x)
                 waiting.clear()
             # free them before the next part allocates its own
-            del dq, shares
+            del out, shares
         return total or None  # type: ignore[return-value]
 
 
@@ -383,8 +368,8 @@ def dry_run(terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors) -> I
         for index, step in enumerate(steps):
             memory = torch.empty((step.rows, step.num_kv_heads, len(k), 2 * k.shape[3]), dtype=k.dtype, device="meta")
             own = step.of_heads(k), step.of_heads(v)
-            keys = SimpleNamespace(own=own, keys=own if step.is_own else views_of(memory), wait=lambda: None)
-            yield from term.views(index, q, (k, v), keys)
+            there = own if step.is_own else views_of(memory)
+            yield from term.views(index, q, (k, v), SimpleNamespace(own=own, wait=lambda there=there: there))
 
 
 def compile_ahead(
@@ -416,41 +401,22 @@ def compile_copies(step: Step, k: torch.Tensor, v: torch.Tensor, dtype: torch.dt
 # The outputs of terms are merged by their lse, their gradients are added. The first term has all rows; the last one's keys are exchanged.
 
 
-def forward(terms: Sequence[Term], steps: Sequence[Step], masks: Masks, tensors: Tensors, wire: Wire | None) -> Pair:
-    """Returns (out, lse) of this rank's rows."""
-    own = terms[-1].select_keys(*tensors[1:])
-    arriving = deque(Keys(step, *own, wire, "forward") for step in steps[:AHEAD])
-    first, *others = passes = [TermPass(term, masks, tensors) for term in terms]
-    for index in range(len(steps)):
-        for term_pass in passes:
-            term_pass.forward(index, arriving[0])
-        arriving.popleft().wait()
-        if index + AHEAD < len(steps):
-            arriving.append(Keys(steps[index + AHEAD], *own, wire, "forward"))
-    for term_pass in others:
-        term = term_pass.term
-        seen, seen_lse = term.select(first.out), term.select(first.lse)
-        merge_onto(seen, seen_lse.transpose(1, 2), term_pass.out, term_pass.lse.transpose(1, 2))
-        if term.chosen_rows is not None:
-            first.out[term.chosen_rows.queries], first.lse[term.chosen_rows.stats] = seen, seen_lse
-    return first.out, first.lse
-
-
-def backward(
+def compute(
     terms: Sequence[Term], steps: Sequence[Step], masks: Masks, tensors: Tensors, saved: tuple[Any, ...], wire: Wire | None
 ) -> Tensors:
-    """Returns (dq, dk, dv) of this rank's rows. ``saved``: see ``TermPass``."""
+    """Returns (out, lse) of this rank's rows, or with what a backward has ``saved`` (see ``TermPass``) (dq, dk, dv)."""
     _, k, v = tensors
-    own, chosen, dtype = terms[-1].select_keys(k, v), terms[-1].chosen_rows, terms[-1].share_dtype
-    arriving = deque(Keys(step, *own, wire, "backward") for step in steps[:AHEAD])
+    own, chosen, what = terms[-1].select_keys(k, v), terms[-1].chosen_rows, "backward" if saved else "forward"
+    arriving = deque(Keys(step, *own, wire, what) for step in steps[:AHEAD])
     first, *others = passes = [TermPass(term, masks, tensors, saved) for term in terms]
-    home: Pair | None = None
-    to: Pair | None = None
+    # gradients of all of the rank's keys: of the home term, and of the one whose keys are exchanged
+    home: Any = None
+    to: Any = None
     write_sums: Callable[[Pair], None] | None = None
     for index, step in enumerate(steps):
         grads: Pair | None = None
         for term_pass in passes:
-            shares = term_pass.backward(index, arriving[0])
+            shares = term_pass.compute(index, arriving[0])
             if term_pass.term.is_home:
                 home = home or shares
             elif shares is not None:
@@ -459,16 +425,22 @@ def backward(
         if grads is not None and len(steps) == 1 and step.is_own and not len(step.send.numbers):
             # no other rank has a share of these gradients
             to = grads
-            break
-        to = to or (own[0].new_empty(own[0].shape, dtype=dtype), own[1].new_empty(own[1].shape, dtype=dtype))
-        begun = send_back(step, grads, own[0], wire)
-        # those of the step before came meanwhile; adding them frees their memory for the next step
-        if write_sums is not None:
-            write_sums(to)
-        write_sums = begun
+        elif saved:
+            to = to or tuple([x.new_empty(x.shape, dtype=terms[-1].share_dtype) for x in own])
+            begun = send_back(step, grads, own[0], wire)
+            # those of the step before came meanwhile; adding them frees their memory for the next step
+            if write_sums is not None:
+                write_sums(to)
+            write_sums = begun
         if index + AHEAD < len(steps):
-            arriving.append(Keys(steps[index + AHEAD], *own, wire, "backward"))
-    assert to is not None
+            arriving.append(Keys(steps[index + AHEAD], *own, wire, what))
+    if not saved:
+        for term_pass in others:
+            seen, seen_lse = term_pass.term.select(first.out), term_pass.term.select(first.lse)
+            merge_onto(seen, seen_lse.transpose(1, 2), term_pass.out, term_pass.lse.transpose(1, 2))
+            if chosen is not None:
+                first.out[chosen.queries], first.lse[chosen.stats] = seen, seen_lse
+        return first.out, first.lse
     if write_sums is not None:
         write_sums(to)
     dq = first.out
