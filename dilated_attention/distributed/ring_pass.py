@@ -149,7 +149,7 @@ class RingPass:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
         self._move("forward")
         setup = self.setup
-        out, lse = run.forward(setup.terms, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
+        out, lse = run.compute(setup.terms, setup.steps, self.masks, self.tensors, (), self._wire() if setup.exchanges else None)
         out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
         return out.contiguous(), lse.transpose(1, 2).contiguous()
 
@@ -165,7 +165,7 @@ class RingPass:
         dout, out, *rows = self._reshard((dout, out, *rows), "qqqq"[: 2 + len(rows)], "backward: dout, out and lse")
         saved = dout, out, *(x.transpose(1, 2) for x in rows), *(() if dlse is not None else (None,))
         wire = self._wire() if setup.exchanges else None
-        dq, dk, dv = run.backward(setup.terms, setup.steps, self.masks, self.tensors, saved, wire)
+        dq, dk, dv = run.compute(setup.terms, setup.steps, self.masks, self.tensors, saved, wire)
         # ranks that share a key/value head each have a contribution to its gradient
         shared = setup.by_heads and self.inputs.k.shape[2] < self.members.size
         (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
@@ -286,28 +286,26 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
         return None
     N, bounds = problem.seq_len, {bound for spans in problem.shards for span in spans for bound in span}
     stays = [all(bound % length == 0 or bound == N for bound in bounds) for length, _ in pattern.branches]
-    crossing = [b for b, inside in enumerate(stays) if not inside]
     if all(stays) or not any(stays):
         return None
+    home, far = (pattern.with_branches([b for b, inside in enumerate(stays) if inside is wanted], H) for wanted in (True, False))
     # a segment that is longer than the sequence is as good as one of its length
-    branches = [(min(length, N), rate) for length, rate in pattern.branches]
-    step = math.gcd(N, *(x for b in crossing for x in branches[b]), *bounds)
-    offsets = pattern.offsets(H)
+    branches, offsets = [(min(length, N), rate) for length, rate in far.branches], far.offsets(H)
+    step = math.gcd(N, *itertools.chain(*branches), *bounds)
     # the query heads of a key/value head must all take the same one of the g positions
     group = H // problem.num_kv_heads
-    first_rows = [{offsets[b][h] % step for b in crossing for h in range(head, head + group)} for head in range(0, H, group)]
+    first_rows = [{x % step for row in offsets for x in row[head : head + group]} for head in range(0, H, group)]
     if step == 1 or any(len(x) > 1 for x in first_rows):
         return None
     firsts = tuple([x.pop() for x in first_rows])
-    sparse_offsets = tuple(tuple((offsets[b][h] - firsts[h // group]) // step for h in range(H)) for b in crossing)
-    lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in crossing)), strict=True)
+    sparse_offsets = tuple(tuple((x - firsts[h // group]) // step for h, x in enumerate(row)) for row in offsets)
+    lengths, rates = zip(*((length // step, rate // step) for length, rate in branches), strict=True)
     sparse = replace(
         problem,
         pattern=DilatedPattern(lengths, rates, sparse_offsets, "all", pattern.tail),
         documents=((0, N // step),),
         shards=tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
     )
-    home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
     return Crossing(home, sparse, step, firsts)
 
 

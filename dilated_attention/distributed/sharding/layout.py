@@ -135,9 +135,9 @@ def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Spa
         return tuple((start, stop, 1) for start, stop in runs_of(layout, seq_len, size)[rank]) or ((0, 0, 1),)
     if layout == "striped":
         return ((min(rank, seq_len), seq_len, size),)
-    if layout == "contiguous":
-        return ((*_run(seq_len, size, rank), 1),)
-    return ((*_run(seq_len, 2 * size, rank), 1), (*_run(seq_len, 2 * size, 2 * size - 1 - rank), 1))
+    runs, indices = (size, (rank,)) if layout == "contiguous" else (2 * size, (rank, 2 * size - 1 - rank))
+    length, longer = divmod(seq_len, runs)
+    return tuple((i * length + min(i, longer), (i + 1) * length + min(i + 1, longer), 1) for i in indices)
 
 
 def joined(ranges: Iterable[Range]) -> Runs:
@@ -159,12 +159,6 @@ def shards_of(seq_len: int, size: int, layout: str, *, is_causal: bool) -> tuple
     layout = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
     # adjacent ranges become one
     return tuple(joined((start, stop) for start, stop, _ in spans(seq_len, rank, size, layout)) for rank in range(size))
-
-
-def _run(seq_len: int, runs: int, index: int) -> Range:
-    length, longer = divmod(seq_len, runs)
-    start = index * length + min(index, longer)
-    return start, start + length + (index < longer)
 
 
 def local_length(seq_len: int, rank: int, size: int, layout: str | Layout) -> int:
