@@ -9,6 +9,7 @@ block, and rows that the rank does not hold count for nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,28 +26,11 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
-def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
-    """Returns the lists of query heads [first, last); lists that all heads share stay as they are."""
-    if lists.num_heads == 1:
-        return lists
-    assert lists.num_batch == 1
-    return _without_unused_masks(select_groups(lists, *heads, num_heads=heads[1] - heads[0]))
-
-
 def _without_unused_masks(lists: BlockLists) -> BlockLists:
     """Drops masks that only other rows or heads have, because more kernels support lists without masks."""
     if lists.masks is None or bool((lists.masks >= 0).any()):
         return lists
     return replace(lists, masks=None, bits=lists.bits[:0], interval=None)
-
-
-def lists_of_memory(lists: BlockLists, keys: Range) -> BlockLists:
-    """Returns the lists over the keys at positions [low, high) of the document alone, which hold all blocks that the lists name."""
-    low, high = keys
-    shifted = None if lists.interval is None else [(x - low).clamp(0, high - low) for x in lists.interval]
-    interval = None if shifted is None else (shifted[0], shifted[1])
-    moved = replace(lists, num_keys=high - low, columns=lists.columns - low // lists.k_block, interval=interval)
-    return _without_unused_masks(moved)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,7 +103,11 @@ def held_documents(problem: RingProblem, rank: int, span: KeySpan, settings: Cal
             lists = select_rows(lists, torch.cat([torch.arange(*run) for run in runs]))
         keys = max(start, span.start), min(end, span.end)
         if keys != document:
-            lists = lists_of_memory(lists, (keys[0] - start, keys[1] - start))
+            # the lists over these keys alone, which hold all blocks that the lists name
+            low, high = keys[0] - start, keys[1] - start
+            interval: Any = None if lists.interval is None else tuple([(x - low).clamp(0, high - low) for x in lists.interval])
+            lists = replace(lists, num_keys=high - low, columns=lists.columns - low // lists.k_block, interval=interval)
+            lists = _without_unused_masks(lists)
         positions = np.concatenate([np.arange(start + low * block, min(start + high * block, end)) for low, high in runs])
         place = is_own[positions].nonzero()[0]
         # a rank's rows of one document lie side by side
@@ -141,5 +129,11 @@ def held_documents(problem: RingProblem, rank: int, span: KeySpan, settings: Cal
 
 def block_parts(held: list[BlockPart], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:
     """Returns what a rank computes in a step for some query heads."""
-    of_heads = ((part, lists_of_heads(part.lists, heads)) for part in held)
-    return tuple(replace(part, heads=heads, passes={}, lists=x if x.columns.device == device else x.on(device)) for part, x in of_heads)
+    parts = list[BlockPart]()
+    for part in held:
+        lists = part.lists
+        if lists.num_heads > 1:
+            lists = _without_unused_masks(select_groups(lists, *heads, num_heads=heads[1] - heads[0]))
+        lists = lists if lists.columns.device == device else lists.on(device)
+        parts.append(replace(part, heads=heads, passes={}, lists=lists))
+    return tuple(parts)

@@ -48,9 +48,9 @@ class KeptBlocks(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class RingProblem:
     """What is computed, and which rank holds what; equal on all ranks. ``pattern``: dilated or dense attention, or None; ``documents``:
-    (start, end) of each, which partition the sequence; ``shards``: each rank's position ranges in the order of its rows, ascending where
-    there are blocks; ``window``: of dense attention; ``blocks``: a block pattern, alone or beside ``pattern``; ``device``: where its lists
-    are made."""
+    (start, end) of each, which partition the sequence; ``shards``: each rank's position ranges in the order of its rows, none of them
+    empty, ascending where there are blocks; ``window``: of dense attention; ``blocks``: a block pattern, alone or beside ``pattern``;
+    ``device``: where its lists are made."""
 
     pattern: DilatedPattern | None
     documents: tuple[Range, ...]
@@ -91,7 +91,7 @@ class RingProblem:
         """Returns the keys of other ranks that a rank needs, for key/value heads [first, last) or all of them."""
         kv_heads, shard = kv_heads or (0, self.num_kv_heads), self.shards[rank]
         if (found := self._needed.get((rank, kv_heads))) is None:
-            wanted, heads = [Wanted(*run, b"") for run in shard if run[0] < run[1]], 1
+            wanted, heads = [Wanted(*run, b"") for run in shard], 1
             if self.pattern is not None:
                 heads, taken = _taken(self.pattern, self.num_heads, self.num_kv_heads, kv_heads)
                 for length, some in zip(self.pattern.segment_lengths, taken, strict=True):
@@ -275,7 +275,7 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     seen = set[tuple[int, int, int]]()
     for start, end in shard:
         # the keys of the segments between those of the first and of the last query are the rank's own
-        for position in (start, end - 1) if start < end else ():
+        for position in (start, end - 1):
             # the last document that starts at the position or before
             first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
             first += (position - first) // length * length
@@ -284,13 +284,8 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
             high = last if right is None else min(last, min(end, last) + right)
             if low < high and (low < start or high > end):
                 seen.add((first, low, high))
-    found = list[tuple[int, int, int]]()
-    for first, low, high in sorted(seen):
-        if found and found[-1][0] == first and low <= found[-1][2]:
-            found[-1] = (first, found[-1][1], max(high, found[-1][2]))
-        else:
-            found.append((first, low, high))
-    return found
+    segments = itertools.groupby(sorted(seen), itemgetter(0))
+    return [(first, *run) for first, keys in segments for run in joined((low, high) for _, low, high in keys)]
 
 
 @dataclass(frozen=True)
@@ -312,9 +307,8 @@ class KeySpan:
 
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
     """Returns a short range that holds a rank's own and needed keys, in which segments and blocks are counted as in the whole sequence."""
-    own = [run for run in problem.shards[rank] if run[0] < run[1]]
     pattern, block = problem.pattern, 1 if problem.blocks is None else problem.blocks.k_block
-    reach = own + [(piece.low, piece.high) for piece in problem.needed(rank).pieces]
+    reach = [*problem.shards[rank], *((piece.low, piece.high) for piece in problem.needed(rank).pieces)]
     if not reach:
         return KeySpan(0, 0, ())
     low, high = min(a for a, _ in reach), max(b for _, b in reach)
@@ -419,7 +413,7 @@ def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, w
     # where heads need different rows, each row of a head is a line of its own
     each, rows = wanted.heads, span.end - span.start
     stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
-    own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
+    own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False))
     send = [problem.needed(peer, kv_heads).lines(shard, stacked) for peer in range(problem.size)]
     place = [wanted.lines(held, [start - span.start for start, _ in held]) for held in problem.shards]
     sent, arrives = on_device([np.concatenate(send), np.concatenate(place)], device)

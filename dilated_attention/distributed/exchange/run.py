@@ -204,16 +204,15 @@ def parts_of(
     for start, end in problem.shards[rank]:
         rows, queries, row = slice(row, row + end - start), (start, end), row + end - start
         seen, key_rows = KeySpan(*queries, ((0, end - start),)), rows
-        if start < end:
-            if span is not None:
-                seen = span.seen_by(queries, problem.is_causal)
-                key_rows = slice(seen.start - span.start, seen.end - span.start)
-            parts.append(
-                QueryPart(
-                    rows=rows, heads=heads, key_rows=key_rows, pattern=pattern, settings=settings, queries=queries, span=seen,
-                    first_head=first_head,
-                )
-            )  # fmt: skip
+        if span is not None:
+            seen = span.seen_by(queries, problem.is_causal)
+            key_rows = slice(seen.start - span.start, seen.end - span.start)
+        parts.append(
+            QueryPart(
+                rows=rows, heads=heads, key_rows=key_rows, pattern=pattern, settings=settings, queries=queries, span=seen,
+                first_head=first_head,
+            )
+        )  # fmt: skip
     return tuple(sorted(parts, key=lambda part: part.span.start - part.span.end))
 
 
@@ -241,7 +240,6 @@ class SparseRows:
         _, n, H, _ = q.shape
         key_row = torch.arange(0, n, step, device=device)[:, None] + torch.tensor(offsets, device=device)
         row, head = key_row.repeat_interleave(H // len(offsets), 1), torch.arange(H, device=device)
-        self.count = len(row)
         # they take tensors (B, n, heads, D) to (B, n/g, heads, D), and statistics (B, heads, n) to (B, heads, n/g)
         self.queries, self.keys = (slice(None), row, head), (slice(None), key_row, head[: len(offsets)])
         self.stats = slice(None), head[:, None], row.T.contiguous()
@@ -277,11 +275,6 @@ class Term:
         if x is None or (rows := self.chosen_rows) is None:
             return x
         return x[rows.queries if x.dim() == 4 else rows.stats]
-
-    def like(self, tensors: Tensors) -> Tensors:
-        """Returns tensors like those of q, k and v that the term computes with."""
-        chosen = self.chosen_rows
-        return tensors if chosen is None else tuple([x.new_empty((len(x), chosen.count, *x.shape[2:])) for x in tensors])
 
     def select_keys(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
         return (k, v) if self.chosen_rows is None else (k[self.chosen_rows.keys], v[self.chosen_rows.keys])
@@ -364,7 +357,7 @@ def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def dry_run(terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors) -> Iterator[tuple[Part, Tensors]]:
     """Yields each part with tensors like those that it reads in a forward; keys from elsewhere have no memory. ``tensors``: q, k and v."""
     for term in terms:
-        q, k, v = term.like(tensors)
+        q, (k, v) = term.select(tensors[0]), term.select_keys(*tensors[1:])
         for index, step in enumerate(steps):
             memory = torch.empty((step.rows, step.num_kv_heads, len(k), 2 * k.shape[3]), dtype=k.dtype, device="meta")
             own = step.of_heads(k), step.of_heads(v)
@@ -378,7 +371,7 @@ def compile_ahead(
     """Plans a forward on q, k and v, which starts compiling its kernels, those of its backward and those that copy keys. For a first call,
     so that they compile while the ranks connect."""
     term = terms[-1]
-    _, k, v = term.like(tensors)
+    k, v = term.select_keys(*tensors[1:])
     if exchanges and has_kernels(k):
         with on_device(k.device):
             compile_copies(steps[0], k, v, term.share_dtype if needs_grad else None)

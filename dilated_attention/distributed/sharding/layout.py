@@ -142,13 +142,12 @@ def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Spa
 
 def joined(ranges: Iterable[Range]) -> Runs:
     """Returns ascending ranges [start, stop) with those that meet as one and without empty ones."""
-    found: list[Range] = []
+    found = list[Range]()
     for start, stop in ranges:
-        if start >= stop:
-            continue
         if found and found[-1][0] <= start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
+            first, last = found.pop()
+            found.append((first, max(last, stop)))
+        elif start < stop:
             found.append((start, stop))
     return tuple(found)
 
@@ -206,10 +205,7 @@ def shard_sequence(
     """
     members = members_of(group_or_mesh)
     dims = _check(buffers, seq_dims)
-    parts = []
-    for x, dim in zip(buffers, dims, strict=True):
-        parts.append(_cut(x, dim, spans(x.shape[dim], members.rank, members.size, layout)))
-    return parts
+    return [_cut(x, dim, spans(x.shape[dim], members.rank, members.size, layout)) for x, dim in zip(buffers, dims, strict=True)]
 
 
 def _cut(x: torch.Tensor, dim: int, held: Sequence[Span]) -> torch.Tensor:
