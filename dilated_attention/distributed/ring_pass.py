@@ -24,7 +24,7 @@ from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.blocks import BlockPart, block_parts, held_documents
 from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
 from dilated_attention.distributed.exchange.run import Pair, Part, SparseRows, Tensors, Term, parts_of
-from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, shards_of, spans
+from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, joined, shards_of, spans
 from dilated_attention.distributed.sharding.reshard import Holdings, holdings, reshard
 from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.branches.problems import Range
@@ -61,21 +61,23 @@ class ResolvedRing(ResolvedCall):
         return op_name(self.settings)
 
     def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
-        one = RingPass(self, inputs, bias)
-        one.seq_len, number = agreed_call(one.members, inputs, self.settings, one.ring, one.bounds, self.alive, one.check_kernels)
-        out, lse = one.forward() if inputs.q.shape[0] else (new_like(inputs.q), new_lse(inputs.q))
-        return out, lse, torch.tensor((one.seq_len, number), dtype=torch.int64)
+        ring_pass = RingPass(self, inputs, bias)
+        ring_pass.seq_len, number = agreed_call(
+            ring_pass.members, inputs, self.settings, ring_pass.ring, ring_pass.bounds, self.alive, ring_pass.check_kernels
+        )
+        out, lse = ring_pass.forward() if inputs.q.shape[0] else (new_like(inputs.q), new_lse(inputs.q))
+        return out, lse, torch.tensor((ring_pass.seq_len, number), dtype=torch.int64)
 
     def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
-        one = RingPass(self, inputs, bias, dout, out)
-        one.seq_len, number = whole.tolist()
-        if one.members.group is not None:
-            session = session_of(one.members, one.ring.timeout)
+        ring_pass = RingPass(self, inputs, bias, dout, out)
+        ring_pass.seq_len, number = whole.tolist()
+        if ring_pass.members.group is not None:
+            session = session_of(ring_pass.members, ring_pass.ring.timeout)
             session.raise_if_failed()
             # for comparison with the other ranks
             session.enter(f"the backward of call {number}")
-        return one.backward(lse, dlse) if inputs.q.shape[0] else tuple(new_like(x) for x in inputs[:3])
+        return ring_pass.backward(lse, dlse) if inputs.q.shape[0] else tuple(new_like(x) for x in inputs[:3])
 
 
 class RingPass:
@@ -364,7 +366,7 @@ def make_setup(of: RingPass) -> RingSetup:
     by_heads, moves, first, last, kv_heads = exchange == "all_to_all", None, 0, H, Hk
     # with ``by_heads`` a rank needs no other, so the problem is one of a single rank. Nothing here may hold the group: a setup outlives
     # groups, and another group may get the same name
-    shards: tuple[Runs, ...] = (((0, N),),) if by_heads else shards_of(N, size, ring.layout, is_causal=settings.is_causal)
+    shards: tuple[Runs, ...] = (joined([(0, N)]),) if by_heads else shards_of(N, size, ring.layout, is_causal=settings.is_causal)
     own_index, is_shared = (0, False) if by_heads else (me, size > 1)
     if size > 1 and (by_heads or ring.layout == "striped"):
         given = holdings([spans(N, rank, size, ring.layout) for rank in range(size)], H, Hk, by_heads=False)
