@@ -314,7 +314,8 @@ class TermPass:
             place, dlse = None if self.term.has_one_part else part_of(part, self.out), None
             tensors: Any = (q, k, v)
             if self.saved:
-                dout, out, lse, dlse = [None if x is None else part_of(part, x) for x in self.saved]
+                saved = self.saved if place is None else [None if x is None else part_of(part, x) for x in self.saved]
+                dout, out, lse, dlse = saved
                 tensors = dout, q, k, v, out, lse
             out, *shares = part.compute(tensors, dlse, self.masks, place)
             if place is None:
