@@ -89,14 +89,12 @@ def balanced_layout(
         return Layout(seq_len, ((),) * size)
     pairs = [pairs_of(one or pattern_of(DENSE), documents, num_heads, is_causal=is_causal, device=torch.device(device)) for one in patterns]
     unit = max([1, *(max(one.q_block, one.k_block) for one in patterns if isinstance(one, BlockPattern))])
-    dealer, best = Dealer(pairs, documents, size, unit), None
-    for candidate in dealer.candidates(is_causal=is_causal):
-        if best is None or candidate.imbalance < best.imbalance:
-            best = candidate
-        if best.imbalance <= BALANCED:
+    layouts = list[Layout]()
+    for layout in Dealer(pairs, documents, size, unit).candidates(is_causal=is_causal):
+        layouts.append(layout)
+        if layout.imbalance <= BALANCED:
             break
-    assert best is not None
-    return best
+    return min(layouts, key=lambda layout: layout.imbalance)
 
 
 def pairs_of(
@@ -235,14 +233,12 @@ class Dealer:
             small, count, units = None, math.ceil(most / largest), -(-(end - start) // self.unit)
             # rounded up, so that each process can get equally many; where there are few, it does not matter
             count = -(-count // self.size) * self.size if count > self.size / 2 else count
+            chunks = count * (1 + paired)
             # rounded up, since a document's last unit may be short
-            bounds = [-(-units * i // count) for i in range(count + 1)]
-            # those of the chunks in front; an unpaired piece has no other
-            front = [-(-units * i // (2 * count)) for i in range(count + 1)] if paired else bounds
+            edges = [min(start - (-units * i // chunks) * self.unit, end) for i in range(chunks + 1)]
+            runs = list(itertools.pairwise(edges))
             for i in range(count):
-                back = (units - bounds[i + 1] + front[i + 1], units - bounds[i] + front[i])
-                chunks = [(start + low * self.unit, min(start + high * self.unit, end)) for low, high in ((front[i], front[i + 1]), back)]
-                pieces.append([run for run in chunks[: 1 + paired] if run[0] < run[1]])
+                pieces.append([(low, high) for low, high in ((runs[i], runs[-1 - i]) if paired else (runs[i],)) if low < high])
         return pieces
 
     def _even_out(self, dealt: list[Runs]) -> None:

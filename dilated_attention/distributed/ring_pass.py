@@ -16,15 +16,15 @@ import torch
 
 from dilated_attention.backends.base import Bias, new_lse
 from dilated_attention.backends.hardware import detect, keep_for_graph
-from dilated_attention.distributed.comm.call_consistency import RingCall, agreed_call, device_memory, op_name, ring_call
-from dilated_attention.distributed.comm.group import Members, members_named
+from dilated_attention.distributed.comm.call_consistency import agreed_call, device_memory, op_name, ring_call
+from dilated_attention.distributed.comm.group import members_named
 from dilated_attention.distributed.comm.p2p import Wire, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.blocks import BlockPart, block_parts, held_documents
 from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
 from dilated_attention.distributed.exchange.run import Pair, Part, SparseRows, Tensors, Term, parts_of
-from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, shards_of, spans
+from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, joined, shards_of, spans
 from dilated_attention.distributed.sharding.reshard import Holdings, holdings, reshard
 from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.branches.problems import Range
@@ -61,100 +61,79 @@ class ResolvedRing(ResolvedCall):
         return op_name(self.settings)
 
     def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
-        ring = ring_call(self.settings)
-        members, bounds = members_named(ring.group_name), None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
-
-        def check_kernels(seq_len: int) -> str:
-            """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
-            settings = as_dense(self.settings, inputs.q)
-            if settings.branches is not None:
-                check_branches(settings, inputs[:3], seq_len, has_padding=inputs.key_padding_mask is not None)
-            if not settings.blocks:
-                return ""
-            return RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).setup.digest
-
-        seq_len, number = agreed_call(members, inputs, self.settings, ring, bounds, self.alive, check_kernels)
-        if inputs.q.shape[0]:
-            out, lse = RingPass(self, members, ring._replace(seq_len=seq_len), bounds, inputs, bias).forward()
-        else:
-            out, lse = new_like(inputs.q), new_lse(inputs.q)
-        return out, lse, torch.tensor((seq_len, number), dtype=torch.int64)
+        ring_pass = RingPass(self, inputs, bias)
+        ring_pass.seq_len, number = agreed_call(
+            ring_pass.members, inputs, self.settings, ring_pass.ring, ring_pass.bounds, self.alive, ring_pass.check_kernels
+        )
+        out, lse = ring_pass.forward() if inputs.q.shape[0] else (new_like(inputs.q), new_lse(inputs.q))
+        return out, lse, torch.tensor((ring_pass.seq_len, number), dtype=torch.int64)
 
     def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
-        (N, number), ring = whole.tolist(), ring_call(self.settings)
-        members = members_named(ring.group_name)
-        if members.group is not None:
-            session = session_of(members, ring.timeout)
+        ring_pass = RingPass(self, inputs, bias, dout, out)
+        ring_pass.seq_len, number = whole.tolist()
+        if ring_pass.members.group is not None:
+            session = session_of(ring_pass.members, ring_pass.ring.timeout)
             session.raise_if_failed()
             # for comparison with the other ranks
             session.enter(f"the backward of call {number}")
-        if not inputs.q.shape[0]:
-            return tuple(new_like(x) for x in inputs[:3])
-        bounds = None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
-        return RingPass(self, members, ring._replace(seq_len=N), bounds, inputs, bias, dout, out).backward(lse, dlse)
+        return ring_pass.backward(lse, dlse) if inputs.q.shape[0] else tuple(new_like(x) for x in inputs[:3])
 
 
 class RingPass:
-    """One pass on one rank. ``bounds``: of packed documents, or None; ``of_backward``: dout and out."""
+    """One pass on one rank. ``of_backward``: dout and out; ``bounds``: of packed documents, or None; ``seq_len``: N once it is known."""
 
-    def __init__(
-        self,
-        call: ResolvedRing,
-        members: Members,
-        ring: RingCall,
-        bounds: tuple[int, ...] | None,
-        inputs: CallInputs,
-        bias: Bias | None,
-        *of_backward: torch.Tensor,
-    ) -> None:
-        self.call, self.members, self.ring, self.num_kv_heads = call, members, ring, inputs.k.shape[2]
-        self.padding, self.bias, self.bounds, seed = inputs.key_padding_mask, bias, bounds, inputs.seed
+    setup: RingSetup
+
+    def __init__(self, call: ResolvedRing, inputs: CallInputs, bias: Bias | None, *of_backward: torch.Tensor) -> None:
+        self.call, self.inputs, self.bias, self.ring = call, inputs, bias, ring_call(call.settings)
+        self.members, self.seq_len = members_named(self.ring.group_name), -1
+        self.bounds = None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
         tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
         self.tensors, self.of_backward = tensors[:3], tensors[3:]
-        place = (call.alive, members.rank, members.size, ring, bounds)
-        options = (call.settings, self.padding is None, torch.are_deterministic_algorithms_enabled())
-        q, k, _ = self.tensors
-        # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
-        self.setup = cached_setup((*place, *options, q.dtype, q.device, q.shape, k.shape), self._make_setup)
-        keep_for_graph(self.setup, q.device.type)
-        self.masks = Masks(None, 0 if seed is None else int(seed.item()))
+        self.masks = Masks(None, 0 if inputs.seed is None else int(inputs.seed.item()))
 
-    def _make_setup(self) -> RingSetup:
-        whole = ((0, self.ring.seq_len),) if self.ring.seq_len else ()
-        documents = whole if self.bounds is None else document_ranges(self.bounds, self.ring.seq_len)
-        settings = as_dense(self.call.settings, self.tensors[0])
-        setup = make_setup(self.members, self.tensors, documents, settings, self.ring, self.padding)
-        tensors, rank = self.tensors, self.members.rank
-        session = None if self.members.group is None else sessions.get(self.members.group)
-        if session is not None and tensors[0].device.type not in session.wires and (setup.exchanges or setup.moves):
-            # the ranks have yet to connect, which takes a while
-            if setup.moves:
-                queries, keys = (side[rank] for side in setup.moves[1])
-                holdings = zip(tensors, (queries, keys, keys), strict=True)
-                tensors = tuple([x.new_empty((len(x), of.rows, of.heads[1] - of.heads[0], x.shape[3])) for x, of in holdings])
-            needs_grad = self.call.settings.needs_grad
-            run.compile_ahead(setup.terms, setup.steps, tensors, self.padding, exchanges=setup.exchanges, needs_grad=needs_grad)
-        return setup
+    def check_kernels(self, seq_len: int) -> str:
+        """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
+        self.seq_len, settings, views = seq_len, as_dense(self.call.settings, self.inputs.q), self.inputs[:3]
+        has_padding = self.inputs.key_padding_mask is not None
+        if settings.branches is not None:
+            for is_backward in (False, True) if settings.needs_grad else (False,):
+                # dout is like q. A plan for named hardware compiles nothing; the whole call is never launched, only its parts are
+                tensors, hardware = (*views, views[0]) if is_backward else views, detect(views[0].device)
+                make_plan(settings, tensors, is_backward, has_padding=has_padding, num_keys=seq_len, hardware=hardware)
+        if not settings.blocks:
+            return ""
+        self._find_setup()
+        return self.setup.digest
+
+    def _find_setup(self) -> None:
+        call, members, (q, k, _) = self.call, self.members, self.tensors
+        # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
+        place = call.alive, members.rank, members.size, self.ring, self.seq_len, self.bounds, q.device
+        options = call.settings, self.inputs.key_padding_mask is None, torch.are_deterministic_algorithms_enabled()
+        self.setup = cached_setup((*place, *options, q.dtype, q.shape, k.shape), lambda: make_setup(self))
+        keep_for_graph(self.setup, q.device.type)
 
     def _move(self, what: str) -> None:
         """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on."""
-        (q, k, v), bias = self.tensors, self.bias
+        self._find_setup()
+        (q, k, v), bias, padding = self.tensors, self.bias, self.inputs.key_padding_mask
         if bias is not None:
             by_position = self.call.settings.bias == "position"
-            places = positions_as_places(self.ring.seq_len, k, bias.keys.dtype) if by_position else self._whole(bias.keys, "places of keys")
+            places = positions_as_places(self.seq_len, k, bias.keys.dtype) if by_position else self._whole(bias.keys, "places of keys")
             self.masks = self.masks._replace(bias=bias._replace(keys=places))
-        if self.padding is not None:
-            self.masks = self.masks._replace(padding=self._whole(self.padding, "padding masks"))
+        if padding is not None:
+            self.masks = self.masks._replace(padding=self._whole(padding, "padding masks"))
             # padding could spread NaN through sums
-            self.tensors = (q, *without_padding(k, v, self.padding))
+            self.tensors = (q, *without_padding(k, v, padding))
         self.tensors = self._reshard(self.tensors, "qkk", f"{what}: q, k and v")
 
     def _whole(self, x: torch.Tensor, what: str) -> torch.Tensor:
         """Returns numbers (B, N, …) of all positions from this rank's (B, n, …)."""
-        ring, size = self.ring, self.members.size
-        rows = [ShardSpec(spans(ring.seq_len, rank, size, ring.layout), (0, 1)) for rank in range(size)]
-        whole = [ShardSpec(((0, ring.seq_len, 1),), (0, 1))] * size
+        N, size = self.seq_len, self.members.size
+        rows = [ShardSpec(spans(N, rank, size, self.ring.layout), (0, 1)) for rank in range(size)]
+        whole = [ShardSpec(((0, N, 1),), (0, 1))] * size
         return reshard([x[:, :, None]], [rows], [whole], self.members.rank, self._wire(), what)[0][:, :, 0]
 
     def _wire(self) -> Wire | None:
@@ -172,32 +151,27 @@ class RingPass:
         """Returns (out (B, n, H, D), lse (B, H, n)), contiguous, in the caller's layout."""
         self._move("forward")
         setup = self.setup
-        out, lse = run.forward(setup.terms, setup.steps, self.masks, self.tensors, self._wire() if setup.exchanges else None)
-        if setup.moves:
-            out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
-            lse = lse.transpose(1, 2)
-        return out.contiguous(), lse.contiguous()
+        out, lse = run.compute(setup.terms, setup.steps, self.masks, self.tensors, (), self._wire() if setup.exchanges else None)
+        out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
+        return out.contiguous(), lse.transpose(1, 2).contiguous()
 
     def backward(self, lse: torch.Tensor, dlse: MaybeTensor) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
         dout, out = self.of_backward
         self._move("backward")
         setup = self.setup
-        if setup.moves:
-            if dlse is None and self.ring.lse_grad:
-                # other ranks may have a gradient of lse, and all must send the same
-                dlse = torch.zeros_like(lse)
-            rows = (lse, *(() if dlse is None else (dlse,)))
-            more = (dout, out, *(x.transpose(1, 2) for x in rows))
-            dout, out, *moved = self._reshard(more, "q" * len(more), "backward: dout, out and lse")
-            lse, dlse = moved[0].transpose(1, 2), moved[1].transpose(1, 2) if dlse is not None else None
-        wire, rest = self._wire() if setup.exchanges else None, (dout, out, lse, dlse)
-        dq, dk, dv = run.backward(setup.terms, setup.steps, self.masks, self.tensors, rest, wire)
-        if setup.moves:
-            # ranks that share a key/value head each have a contribution to its gradient
-            shared = setup.by_heads and self.num_kv_heads < self.members.size
-            (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
-            dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
+        if setup.moves and dlse is None and self.ring.lse_grad:
+            # other ranks may have a gradient of lse, and all must send the same
+            dlse = torch.zeros_like(lse)
+        rows = [x.transpose(1, 2) for x in (lse, dlse) if x is not None]
+        dout, out, *rows = self._reshard((dout, out, *rows), "qqqq"[: 2 + len(rows)], "backward: dout, out and lse")
+        saved = dout, out, *(x.transpose(1, 2) for x in rows), *(() if dlse is not None else (None,))
+        wire = self._wire() if setup.exchanges else None
+        dq, dk, dv = run.compute(setup.terms, setup.steps, self.masks, self.tensors, saved, wire)
+        # ranks that share a key/value head each have a contribution to its gradient
+        shared = setup.by_heads and self.inputs.k.shape[2] < self.members.size
+        (dq,) = self._reshard((dq,), "q", "backward: dq", back=True)
+        dk, dv = self._reshard((dk, dv), "kk", "backward: dk and dv", back=True, add=shared)
         return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
 
 
@@ -314,28 +288,26 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
         return None
     N, bounds = problem.seq_len, {bound for spans in problem.shards for span in spans for bound in span}
     stays = [all(bound % length == 0 or bound == N for bound in bounds) for length, _ in pattern.branches]
-    crossing = [b for b, inside in enumerate(stays) if not inside]
     if all(stays) or not any(stays):
         return None
+    home, far = (pattern.with_branches([b for b, inside in enumerate(stays) if inside is wanted], H) for wanted in (True, False))
     # a segment that is longer than the sequence is as good as one of its length
-    branches = [(min(length, N), rate) for length, rate in pattern.branches]
-    step = math.gcd(N, *(x for b in crossing for x in branches[b]), *bounds)
-    offsets = pattern.offsets(H)
+    branches, offsets = [(min(length, N), rate) for length, rate in far.branches], far.offsets(H)
+    step = math.gcd(N, *itertools.chain(*branches), *bounds)
     # the query heads of a key/value head must all take the same one of the g positions
     group = H // problem.num_kv_heads
-    first_rows = [{offsets[b][h] % step for b in crossing for h in range(head, head + group)} for head in range(0, H, group)]
+    first_rows = [{x % step for row in offsets for x in row[head : head + group]} for head in range(0, H, group)]
     if step == 1 or any(len(x) > 1 for x in first_rows):
         return None
     firsts = tuple([x.pop() for x in first_rows])
-    sparse_offsets = tuple(tuple((offsets[b][h] - firsts[h // group]) // step for h in range(H)) for b in crossing)
-    lengths, rates = zip(*((length // step, rate // step) for length, rate in (branches[b] for b in crossing)), strict=True)
+    sparse_offsets = tuple(tuple((x - firsts[h // group]) // step for h, x in enumerate(row)) for row in offsets)
+    lengths, rates = zip(*((length // step, rate // step) for length, rate in branches), strict=True)
     sparse = replace(
         problem,
         pattern=DilatedPattern(lengths, rates, sparse_offsets, "all", pattern.tail),
         documents=((0, N // step),),
         shards=tuple(tuple((start // step, end // step) for start, end in spans) for spans in problem.shards),
     )
-    home = pattern.with_branches([b for b, inside in enumerate(stays) if inside], H)
     return Crossing(home, sparse, step, firsts)
 
 
@@ -378,22 +350,14 @@ def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
     return setup
 
 
-def check_branches(settings: CallSettings, tensors: Tensors, num_keys: int, *, has_padding: bool) -> None:
-    """Raises BackendUnavailable if this rank has no kernels for some pass of dilated or dense attention."""
-    for is_backward in (False, True) if settings.needs_grad else (False,):
-        # dout is like q. A plan for named hardware compiles nothing; the whole call is never launched, only its parts are
-        views = (*tensors, tensors[0]) if is_backward else tensors
-        make_plan(settings, views, is_backward, has_padding=has_padding, num_keys=num_keys, hardware=detect(tensors[0].device))
-
-
-def make_setup(
-    members: Members, tensors: Tensors, documents: tuple[Range, ...], settings: CallSettings, ring: RingCall, padding: torch.Tensor | None
-) -> RingSetup:
+def make_setup(of: RingPass) -> RingSetup:
     """Makes the setup of calls like this one; raises BackendUnavailable if this rank has no kernels for blocks of some pass."""
     # 1. which rows and heads each rank holds while it computes
+    members, tensors, ring, N, padding = of.members, of.tensors, of.ring, of.seq_len, of.inputs.key_padding_mask
     q, k, _ = tensors
-    me, size, device, N = members.rank, members.size, k.device, ring.seq_len
+    me, size, device, settings = members.rank, members.size, k.device, as_dense(of.call.settings, q)
     (B, _, H, D), Hk = q.shape, k.shape[2]
+    documents = document_ranges((0, N) if of.bounds is None else of.bounds, N)
     blocks, pattern = pattern_from_spec(settings.blocks) if settings.blocks else None, settings.pattern if settings.branches else None
     is_dense = blocks is None and pattern is not None and pattern.dilation_rates == (1,) and pattern.segment_lengths[0] >= N
     # with a window that is no longer than a shard, only the first rank has less work
@@ -402,7 +366,7 @@ def make_setup(
     by_heads, moves, first, last, kv_heads = exchange == "all_to_all", None, 0, H, Hk
     # with ``by_heads`` a rank needs no other, so the problem is one of a single rank. Nothing here may hold the group: a setup outlives
     # groups, and another group may get the same name
-    shards: tuple[Runs, ...] = (((0, N),),) if by_heads else shards_of(N, size, ring.layout, is_causal=settings.is_causal)
+    shards: tuple[Runs, ...] = (joined([(0, N)]),) if by_heads else shards_of(N, size, ring.layout, is_causal=settings.is_causal)
     own_index, is_shared = (0, False) if by_heads else (me, size > 1)
     if size > 1 and (by_heads or ring.layout == "striped"):
         given = holdings([spans(N, rank, size, ring.layout) for rank in range(size)], H, Hk, by_heads=False)
@@ -463,6 +427,14 @@ def make_setup(
             tables[id(part.lists)] = part.lists.nbytes
             for is_backward in (False, True) if settings.needs_grad else (False,):
                 part.backend(q_part, k_part, padding is not None, is_backward)
+    session = None if members.group is None else sessions.get(members.group)
+    if session is not None and device.type not in session.wires and (exchanges or moves):
+        # the ranks have yet to connect, which takes a while
+        if moves:
+            queries, keys = (side[me] for side in moves[1])
+            held = zip(tensors, (queries, keys, keys), strict=True)
+            tensors = tuple([x.new_empty((len(x), shard.rows, shard.heads[1] - shard.heads[0], D)) for x, shard in held])
+        run.compile_ahead(terms, steps, tensors, padding, exchanges=exchanges, needs_grad=settings.needs_grad)
     return RingSetup(
         steps=tuple(steps),
         nbytes=sum(tables.values()),

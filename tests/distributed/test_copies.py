@@ -51,10 +51,10 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     sums = [random_pair(B, rows, Hk, D, torch.float32 if seed % 3 == 0 else dtype) for _ in range(2)]
     back = [torch.full((len(step.place.numbers), width), torch.nan, dtype=dtype) for _ in range(2)]
     for copies, *to in zip((copies_torch, copies_triton), sent, memory, sums, back, strict=True):
-        copies.gather(to[0], own, None, step.send.numbers, step)
-        copies.gather(to[1], own, came, step.sources, step)
-        copies.add((step.of_heads(to[2][0]), step.of_heads(to[2][1])), grads, returned, step)
-        copies.gather(to[3], grads, None, step.place.numbers, step)
+        copies.copy(to[0], own, step.send.numbers, step)
+        copies.copy(to[1], own, step.sources, step, (came, step.sources[None]))
+        copies.copy((step.of_heads(to[2][0]), step.of_heads(to[2][1])), grads, step.own_places, step, (returned, step.returned))
+        copies.copy(to[3], grads, step.place.numbers, step)
     for one, other in (sent, memory):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     for one, other in (back, *([step.of_heads(x) for x in both] for both in zip(*sums, strict=True))):
@@ -63,7 +63,7 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     # what came is in the memory, line by line, and what nobody needs is zero
     lines = memory[0].view(-1, width)
     torch.testing.assert_close(lines[step.place.numbers], came, rtol=0, atol=0)
-    assert not lines[step.sources == len(step.own_places) + len(step.place.numbers)].any()
+    assert not lines[step.sources == -1].any()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -72,12 +72,13 @@ def test_what_compiles_ahead_is_what_the_copies_launch(seed: int, monkeypatch: p
     step, rows, Hk, B, D, dtype = random_step(seed)
     k, v = random_pair(B, rows, Hk, D, dtype)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    copies_triton.compile_ahead(step, k, v, dtype)
+    copies_torch.compile_copies(step, k, v, dtype)
     launches, own, width = set(step.made), (step.of_heads(k), step.of_heads(v)), step.width * B * 2 * D
     sent, came = (torch.zeros(count, width, dtype=dtype) for count in (len(step.send.numbers), len(step.place.numbers)))
-    copies_triton.gather(sent, own, None, step.send.numbers, step)
-    copies_triton.gather(torch.zeros(step.rows, step.num_kv_heads, B, 2 * D, dtype=dtype), own, came, step.sources, step)
+    copies_triton.copy(sent, own, step.send.numbers, step)
+    memory = torch.zeros(step.rows, step.num_kv_heads, B, 2 * D, dtype=dtype)
+    copies_triton.copy(memory, own, step.sources, step, (came, step.sources[None]))
     grads, to = torch.zeros(B, step.rows, step.num_kv_heads, D, dtype=dtype), step.of_heads(torch.zeros(k.shape, dtype=dtype))
-    copies_triton.add((to, to), (grads, grads), sent, step)
-    copies_triton.gather(came, (grads, grads), None, step.place.numbers, step)
+    copies_triton.copy((to, to), (grads, grads), step.own_places, step, (sent, step.returned))
+    copies_triton.copy(came, (grads, grads), step.place.numbers, step)
     assert set(step.made) == launches != set()

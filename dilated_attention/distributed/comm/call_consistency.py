@@ -50,8 +50,7 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
 
 
 class RingCall(NamedTuple):
-    """The arguments of a distributed call alone. ``lse_grad``: whether lse may get a gradient on any rank; ``head_steps``: 0 for any;
-    ``seq_len``: of the whole sequence, −1 if the ranks ask each other."""
+    """The arguments of a distributed call alone. ``lse_grad``: whether lse may get a gradient on any rank; ``head_steps``: 0 for any."""
 
     group_name: str
     layout: str
@@ -59,7 +58,6 @@ class RingCall(NamedTuple):
     timeout: float
     lse_grad: bool
     head_steps: int
-    seq_len: int
 
 
 def op_name(settings: CallSettings) -> str:
@@ -70,7 +68,7 @@ def op_name(settings: CallSettings) -> str:
 
 def ring_call(settings: CallSettings) -> RingCall:
     """Returns the distributed part of a record."""
-    ring = RingCall._make((*settings.sharding, settings.seq_len))
+    ring = RingCall._make(settings.sharding)
     if ring.exchange in ("ring", "2d"):
         registry.tell_once(f"ring: exchange={ring.exchange!r} runs as 'auto': the same keys in one exchange for some heads at a time")
         return ring._replace(exchange="auto")
@@ -95,89 +93,67 @@ def agreed_call(
     ``check_kernels``: of N; raises if this rank cannot compute the call, and returns a digest that must be equal on all ranks.
     """
     q, k, _, padding = inputs[:4]
+    (B, n, H, D), seq_len = q.shape, settings.seq_len
     if members.group is None:
-        return checked_length(ring.layout, ring.seq_len, [q.shape[1]]), 0
+        return checked_length(ring.layout, seq_len, [n]), 0
     session = session_of(members, ring.timeout)
     session.raise_if_failed()
     # of a call like an earlier one nothing is told or made anew
     call_key = settings, q.shape, k.shape[2], q.dtype, q.device.type, padding is None, bounds
-    agreement = session.agreed_calls.get(call_key)
-    if agreement is None:
-        agreement = _agreement(members, inputs, settings, ring, bounds, live_pattern, check_kernels)
-        if ring.seq_len >= 0 and live_pattern is None:
+    if (agreed := session.agreed_calls.get(call_key)) is None:
+        documents, asks, lives = hash(bounds or ()), seq_len < 0, live_pattern is not None
+        # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern
+        # and not its name, which may be given again
+        alike = settings._replace(
+            backend="",
+            precision="",
+            seq_len=0,
+            sharding=("dealt" if is_dealt(ring.layout) else ring.layout, ring.exchange, ring.lse_grad, ring.head_steps),
+            blocks="" if lives else settings.blocks,
+        )
+        # which blocks a function keeps may differ at each length
+        lengths = seq_len if lives else 0
+        is_dense = not as_dense(settings, q).blocks
+        kind = alike, is_dense, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
+        known = None if asks and lives else session.agreed.get(kind)
+        number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
+        arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": None if asks else seq_len, "cu_seqlens": None}
+        if bounds is not None:
+            more = f" … ({len(bounds) - 1} documents, hash {documents & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
+            arguments["cu_seqlens"] = f"{list(bounds[:24])}{more}"
+        if known is None or asks:
+            seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, n, ring.timeout))
+        elif n != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
+            raise ValueError(
+                f"rank {members.rank} holds {n} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
+                "cut it by shard_sequence with the same layout and seq_len"
+            )
+        if known is None:
+            unavailable: Exception | None = None
+            has = {"kernels": "available"}
+            try:
+                if digest := check_kernels(seq_len):
+                    has["pattern (the blocks that its function keeps)"] = digest
+            except Exception as error:  # noqa: BLE001  raising here would leave the other ranks waiting
+                unavailable, has = error, {"kernels": f"unavailable: {(str(error).splitlines() or [type(error).__name__])[0]}"}
+            agree(members, {"function": arguments["function"], **has}, None, ring.timeout)
+            if unavailable is not None:
+                raise unavailable
+            if len(session.agreed) >= MOST_KINDS:
+                # together: else a rank that remembers a call would not hear the others' handshake
+                session.agreed.clear()
+                session.agreed_calls.clear()
+            session.agreed[kind] = number, arguments
+        # the tags of messages contain the kind and the length
+        agreed = seq_len, arguments, f"{zlib.crc32(f'{number} {seq_len} {ring.layout} {documents}'.encode())}"
+        if not (asks or lives):
             if len(session.agreed_calls) >= _MOST_CALLS:
                 session.agreed_calls.clear()
-            session.agreed_calls[call_key] = agreement
+            session.agreed_calls[call_key] = agreed
+    seq_len, arguments, shared = agreed
     session.forwards += 1
-    session.enter(f"call {session.forwards} ({agreement.arguments['function']})", agreement.arguments, agreement.shared)
-    return agreement.seq_len, session.forwards
-
-
-class Agreement(NamedTuple):
-    """What ranks have agreed on for a call: N, the arguments by name, and a text that is equal on all ranks if kind and length are."""
-
-    seq_len: int
-    arguments: Mapping[str, object]
-    shared: str
-
-
-def _agreement(
-    members: Members,
-    inputs: tuple[Any, ...],
-    settings: CallSettings,
-    ring: RingCall,
-    bounds: tuple[int, ...] | None,
-    live_pattern: BlockPattern | None,
-    check_kernels: Callable[[int], str],
-) -> Agreement:
-    q, k, _, padding = inputs[:4]
-    session = session_of(members, ring.timeout)
-    (B, n, H, D), seq_len, documents = q.shape, ring.seq_len, hash(bounds or ())
-    asks, lives = seq_len < 0, live_pattern is not None
-    # without what each rank may choose for itself, else some ranks would start a handshake and others would not; with a live pattern and
-    # not its name, which may be given again
-    alike = settings._replace(
-        backend="",
-        precision="",
-        seq_len=0,
-        sharding=("dealt" if is_dealt(ring.layout) else ring.layout, ring.exchange, ring.lse_grad, ring.head_steps),
-        blocks="" if lives else settings.blocks,
-    )
-    # which blocks a function keeps may differ at each length
-    lengths = seq_len if lives else 0
-    is_dense = not as_dense(settings, q).blocks
-    kind = alike, is_dense, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
-    known = None if asks and lives else session.agreed.get(kind)
-    number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
-    arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": None if asks else seq_len, "cu_seqlens": None}
-    if bounds is not None:
-        more = f" … ({len(bounds) - 1} documents, hash {documents & 0xFFFFFFFF:08x})" if len(bounds) > 24 else ""
-        arguments["cu_seqlens"] = f"{list(bounds[:24])}{more}"
-    if known is None or asks:
-        seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, n, ring.timeout))
-    elif n != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
-        raise ValueError(
-            f"rank {members.rank} holds {n} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
-            "cut it by shard_sequence with the same layout and seq_len"
-        )
-    if known is None:
-        unavailable: Exception | None = None
-        has = {"kernels": "available"}
-        try:
-            if digest := check_kernels(seq_len):
-                has["pattern (the blocks that its function keeps)"] = digest
-        except Exception as error:  # noqa: BLE001  raising here would leave the other ranks waiting
-            unavailable, has = error, {"kernels": f"unavailable: {(str(error).splitlines() or [type(error).__name__])[0]}"}
-        agree(members, {"function": arguments["function"], **has}, None, ring.timeout)
-        if unavailable is not None:
-            raise unavailable
-        if len(session.agreed) >= MOST_KINDS:
-            # together: else a rank that remembers a call would not hear the others' handshake
-            session.agreed.clear()
-            session.agreed_calls.clear()
-        session.agreed[kind] = number, arguments
-    # the tags of messages contain the kind and the length
-    return Agreement(seq_len, arguments, f"{zlib.crc32(f'{number} {seq_len} {ring.layout} {documents}'.encode())}")
+    session.enter(f"call {session.forwards} ({arguments['function']})", arguments, shared)
+    return seq_len, session.forwards
 
 
 def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, settings: CallSettings, ring: RingCall) -> dict[str, object]:

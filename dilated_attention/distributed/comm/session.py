@@ -98,7 +98,8 @@ class Session:
         count_when_equal: ``count`` when all ranks were last known to have made the same calls; infinite if nobody can be asked.
         agreed: by kind of call that the ranks have agreed on: (``handshakes`` at that time, arguments). ``call_consistency.py`` adds kinds,
             and forgets all of them when there are too many: on all ranks at the same call, since they make the same calls.
-        agreed_calls: what was agreed on for calls that are alike in length, too, of this rank's last calls (``Agreement``).
+        agreed_calls: what was agreed on for this rank's last calls, by all that they depend on: (N, arguments, a text that is equal on all
+            ranks if kind and length are).
         wires: what rows are exchanged by (``p2p.Wire``), by type of device.
     """
 

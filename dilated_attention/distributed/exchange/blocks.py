@@ -9,13 +9,14 @@ block, and rows that the rank does not hold count for nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, on_device
-from dilated_attention.distributed.exchange.run import Pair, Part, Tensors, masks_at
+from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at
 from dilated_attention.engine.blocks.lists import select_groups, select_rows
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
@@ -25,28 +26,11 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 
-def lists_of_heads(lists: BlockLists, heads: Range) -> BlockLists:
-    """Returns the lists of query heads [first, last); lists that all heads share stay as they are."""
-    if lists.num_heads == 1:
-        return lists
-    assert lists.num_batch == 1
-    return _without_unused_masks(select_groups(lists, *heads, num_heads=heads[1] - heads[0]))
-
-
 def _without_unused_masks(lists: BlockLists) -> BlockLists:
     """Drops masks that only other rows or heads have, because more kernels support lists without masks."""
     if lists.masks is None or bool((lists.masks >= 0).any()):
         return lists
     return replace(lists, masks=None, bits=lists.bits[:0], interval=None)
-
-
-def lists_of_memory(lists: BlockLists, keys: Range) -> BlockLists:
-    """Returns the lists over the keys at positions [low, high) of the document alone, which hold all blocks that the lists name."""
-    low, high = keys
-    shifted = None if lists.interval is None else [(x - low).clamp(0, high - low) for x in lists.interval]
-    interval = None if shifted is None else (shifted[0], shifted[1])
-    moved = replace(lists, num_keys=high - low, columns=lists.columns - low // lists.k_block, interval=interval)
-    return _without_unused_masks(moved)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,23 +44,19 @@ class BlockPart(Part):
     first_key: int
     lists: BlockLists
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
-        q = self._launched(q, 1)
-        backend = self.backend(q, k, masks.padding is not None, False)
-        to = into if self.place is None else None
-        out, lse = forward_lists(backend, self.lists, q, k, v, self._options(q, masks), into=to)  # type: ignore[arg-type]
-        return (out, lse) if self.place is None else (out.index_select(1, self.place), lse.index_select(2, self.place))
-
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
-        dout, q, k, v, out, lse = tensors
+    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+        is_forward, place = len(tensors) == 3, self.place
+        q, k, v = tensors[:3] if is_forward else tensors[1:4]
+        q, to = self._launched(q, 1), into if place is None else None
+        backend, options = self.backend(q, k, masks.padding is not None, not is_forward), self._options(q, masks)
+        if is_forward:
+            out, lse = forward_lists(backend, self.lists, q, k, v, options, into=to)  # type: ignore[arg-type]
+            return (out, lse) if place is None else (out.index_select(1, place), lse.index_select(2, place))
         # for rows that the rank does not hold, weights and gradients are 0
-        dout, q, out = (self._launched(x, 1) for x in (dout, q, out))
+        dout, out, lse = self._launched(tensors[0], 1), self._launched(tensors[4], 1), self._launched(tensors[5], 2, torch.inf)
         dlse = None if dlse is None else self._launched(dlse, 2)
-        backend, options = self.backend(q, k, masks.padding is not None, True), self._options(q, masks)
-        tensors = (dout, q, k, v, out, self._launched(lse, 2, torch.inf))
-        to = into if self.place is None else None
-        dq, dk, dv = backward_lists(backend, self.lists, tensors, options, dlse, into=to)  # type: ignore[arg-type]
-        return dq if self.place is None else dq.index_select(1, self.place), dk, dv
+        dq, dk, dv = backward_lists(backend, self.lists, (dout, q, k, v, out, lse), options, dlse, into=to)  # type: ignore[arg-type]
+        return dq if place is None else dq.index_select(1, place), dk, dv
 
     def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
         """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
@@ -123,7 +103,11 @@ def held_documents(problem: RingProblem, rank: int, span: KeySpan, settings: Cal
             lists = select_rows(lists, torch.cat([torch.arange(*run) for run in runs]))
         keys = max(start, span.start), min(end, span.end)
         if keys != document:
-            lists = lists_of_memory(lists, (keys[0] - start, keys[1] - start))
+            # the lists over these keys alone, which hold all blocks that the lists name
+            low, high = keys[0] - start, keys[1] - start
+            interval: Any = None if lists.interval is None else tuple([(x - low).clamp(0, high - low) for x in lists.interval])
+            lists = replace(lists, num_keys=high - low, columns=lists.columns - low // lists.k_block, interval=interval)
+            lists = _without_unused_masks(lists)
         positions = np.concatenate([np.arange(start + low * block, min(start + high * block, end)) for low, high in runs])
         place = is_own[positions].nonzero()[0]
         # a rank's rows of one document lie side by side
@@ -145,5 +129,11 @@ def held_documents(problem: RingProblem, rank: int, span: KeySpan, settings: Cal
 
 def block_parts(held: list[BlockPart], heads: Range, device: torch.device) -> tuple[BlockPart, ...]:
     """Returns what a rank computes in a step for some query heads."""
-    of_heads = ((part, lists_of_heads(part.lists, heads)) for part in held)
-    return tuple(replace(part, heads=heads, passes={}, lists=x if x.columns.device == device else x.on(device)) for part, x in of_heads)
+    parts = list[BlockPart]()
+    for part in held:
+        lists = part.lists
+        if lists.num_heads > 1:
+            lists = _without_unused_masks(select_groups(lists, *heads, num_heads=heads[1] - heads[0]))
+        lists = lists if lists.columns.device == device else lists.on(device)
+        parts.append(replace(part, heads=heads, passes={}, lists=lists))
+    return tuple(parts)

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -48,9 +48,9 @@ class KeptBlocks(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class RingProblem:
     """What is computed, and which rank holds what; equal on all ranks. ``pattern``: dilated or dense attention, or None; ``documents``:
-    (start, end) of each, which partition the sequence; ``shards``: each rank's position ranges in the order of its rows, ascending where
-    there are blocks; ``window``: of dense attention; ``blocks``: a block pattern, alone or beside ``pattern``; ``device``: where its lists
-    are made."""
+    (start, end) of each, which partition the sequence; ``shards``: each rank's position ranges in the order of its rows, none of them
+    empty, ascending where there are blocks; ``window``: of dense attention; ``blocks``: a block pattern, alone or beside ``pattern``;
+    ``device``: where its lists are made."""
 
     pattern: DilatedPattern | None
     documents: tuple[Range, ...]
@@ -89,10 +89,18 @@ class RingProblem:
 
     def needed(self, rank: int, kv_heads: Range | None = None) -> Needed:
         """Returns the keys of other ranks that a rank needs, for key/value heads [first, last) or all of them."""
-        key = rank, kv_heads or (0, self.num_kv_heads)
-        if key not in self._needed:
-            self._needed[key] = _needed_keys(self, *key)
-        return self._needed[key]
+        kv_heads, shard = kv_heads or (0, self.num_kv_heads), self.shards[rank]
+        if (found := self._needed.get((rank, kv_heads))) is None:
+            wanted, heads = [Wanted(*run, b"") for run in shard], 1
+            if self.pattern is not None:
+                heads, taken = _taken(self.pattern, self.num_heads, self.num_kv_heads, kv_heads)
+                for length, some in zip(self.pattern.segment_lengths, taken, strict=True):
+                    if any(some):
+                        wanted += [Wanted(low, high, some, first) for first, low, high in keys_beyond(self, length, shard)]
+            if self.blocks is not None:
+                wanted += [Wanted(*run, b"\1" * heads) for run in self.kept.runs(rank, kv_heads)]
+            found = self._needed[rank, kv_heads] = union(wanted, heads)
+        return found
 
     def lists_of(self, document: Range) -> BlockLists:
         """Returns the lists of a whole document, on the device or, where they are short, on the host: ranks choose their rows from them."""
@@ -138,32 +146,24 @@ class RingProblem:
 
 class Piece(NamedTuple):
     """Rows needed of positions [low, high): ``units``, numbers offset · heads + head below ``period`` · heads, at low and every ``period``
-    positions after it; None for all rows of all heads."""
+    positions after it."""
 
     low: int
     high: int
-    period: int = 1
-    units: np.ndarray | None = None
+    period: int
+    units: np.ndarray
+
+    def before(self, position: int, heads: int) -> int:
+        """Returns how many (row, head) are needed before a position, which is not before ``low``."""
+        periods, offset = divmod(position - self.low, self.period)
+        return periods * len(self.units) + int(np.searchsorted(self.units, offset * heads))
 
     def lines(self, low: int, high: int, heads: int, shift: int) -> np.ndarray:
         """Returns the numbers (position + shift) · heads + head of what is needed of positions [low, high), ascending."""
-        if self.units is None:
-            return np.arange((low + shift) * heads, (high + shift) * heads)
         first, last = (low - self.low) // self.period, -((self.low - high) // self.period)
-        found = ((np.arange(first, last) * self.period + self.low + shift)[:, None] * heads + self.units).ravel()
-        edges = np.searchsorted(found, ((low + shift) * heads, (high + shift) * heads))
-        return found[edges[0] : edges[1]]
-
-    def size(self, low: int, high: int, heads: int) -> int:
-        """Returns how many numbers ``lines`` has."""
-        if self.units is None:
-            return (high - low) * heads
-
-        def before(position: int) -> int:
-            periods, offset = divmod(position - self.low, self.period)
-            return periods * len(self.units) + int(np.searchsorted(self.units, offset * heads))  # type: ignore[arg-type]
-
-        return before(high) - before(low)
+        periods = np.arange(first * self.period, last * self.period, self.period) + (self.low + shift)
+        skipped = first * len(self.units)
+        return (periods[:, None] * heads + self.units).ravel()[self.before(low, heads) - skipped : self.before(high, heads) - skipped]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,64 +186,60 @@ class Needed:
             else:
                 j += 1
 
-    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> list[np.ndarray]:
+    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> np.ndarray:
         """Returns the numbers row · heads + head of what is needed of the runs, of which each begins at its row of ``places``."""
-        return [piece.lines(low, high, self.heads, places[j] - runs[j][0]) for j, piece, low, high in self.between(runs)]
+        lines = (piece.lines(low, high, self.heads, places[j] - runs[j][0]) for j, piece, low, high in self.between(runs))
+        return np.concatenate([np.zeros(0, dtype=np.int64), *lines])
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
-        return sum(piece.size(low, high, self.heads) for _, piece, low, high in self.between(runs))
+        return sum(x.before(high, self.heads) - x.before(low, self.heads) for _, x, low, high in self.between(runs))
 
 
 class Wanted(NamedTuple):
     """What a branch needs of positions [low, high).
 
     Args:
-        first: where a group of ``rate`` positions begins.
-        taken: the bytes of bool (rate, heads): which of such a group are needed; None for all.
+        taken: the bytes of bool (rate, heads): which of a group of ``rate`` positions are needed; none if the rank has these positions.
+        first: where such a group begins.
     """
 
     low: int
     high: int
+    taken: bytes
     first: int = 0
-    taken: bytes | None = None
 
 
 # a set of rates whose pattern repeats after more (position, head) than this is taken to need all rows
 _LONGEST_PERIOD = 2**24
 
 
-def union(wanted: Sequence[Wanted], own: Sequence[Range], heads: int) -> Needed:
+def union(wanted: Sequence[Wanted], heads: int) -> Needed:
     """Returns what is needed for any of ``wanted`` and is not the rank's own."""
-    holes = [Wanted(*run, taken=b"") for run in own if run[0] < run[1]]
-    waiting = sorted([*wanted, *holes], key=itemgetter(0), reverse=True)
-    pieces, active = list[Piece](), list[Wanted]()
+    waiting = sorted(wanted, key=itemgetter(0), reverse=True)
+    pieces, active, every = list[Piece](), list[Wanted](), b"\1" * heads
     for low, high in itertools.pairwise(sorted({edge for x in waiting for edge in (x.low, x.high)})):
         active = [x for x in active if x.high > low]
         while waiting and waiting[-1].low == low:
             active.append(waiting.pop())
-        taken = [x.taken for x in active]
-        if not taken or b"" in taken:
+        rates = [len(x.taken) // heads for x in active]
+        if not active or 0 in rates:
             continue
-        period, units = 1, None
-        if None not in taken:
-            rates = [len(some) // heads for some in taken]  # type: ignore[arg-type]
-            period = min(math.lcm(*rates), high - low)
-            if period * heads <= _LONGEST_PERIOD:
-                units = _units(period, heads, tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]))  # type: ignore[misc]
-        if units is not None:
-            pieces += [Piece(low, high, period, units)] if len(units) else []
-        elif pieces and pieces[-1].units is None and pieces[-1].high == low:
-            pieces[-1] = Piece(pieces[-1].low, high)
-        else:
-            pieces.append(Piece(low, high))
+        period, parts = (
+            min(math.lcm(*rates), high - low),
+            tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]),
+        )
+        if period * heads > _LONGEST_PERIOD or any(x.taken == every for x in active):
+            period, parts = 1, ((0, every),)
+        if len(units := _units(period, heads, parts)):
+            pieces.append(Piece(low, high, period, units))
     return Needed(heads, tuple(pieces))
 
 
 # equal for the lengths of a pattern
 @functools.lru_cache(maxsize=1024)
-def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.ndarray | None:
-    """Returns the numbers offset · heads + head below period · heads that some branch takes; None for all of them.
+def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.ndarray:
+    """Returns the numbers offset · heads + head below period · heads that some branch takes.
 
     Args:
         parts: of each branch the offset at which the period begins, and its ``taken``.
@@ -252,13 +248,13 @@ def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.
     for begin, taken in parts:
         rows = np.frombuffer(taken, dtype=bool).reshape(-1, heads)
         mask |= rows[(begin + np.arange(period)) % len(rows)]
-    return None if mask.all() else mask.ravel().nonzero()[0]
+    return mask.ravel().nonzero()[0]
 
 
 @functools.lru_cache(maxsize=256)
-def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes | None, ...]]:
+def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes, ...]]:
     """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch the
-    bytes of bool (rate, heads): which of r neighbours a head takes, None for all of them."""
+    bytes of bool (rate, heads): which of r neighbours a head takes; of rate 1 where it takes all of them."""
     offsets = np.array(pattern.offsets(num_heads))
     alike = bool((offsets == offsets[:, :1]).all())
     group, (first, last) = (num_heads, (0, 1)) if alike else (num_heads // num_kv_heads, kv_heads)
@@ -266,59 +262,30 @@ def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads:
     for rate, row in zip(pattern.dilation_rates, offsets[:, first * group : last * group], strict=True):
         taken, inside = np.zeros((rate, last - first), dtype=bool), (row != NOT_IN_BRANCH).nonzero()[0]
         taken[row[inside], inside // group] = True
-        found.append(None if taken.all() else taken.tobytes())
+        found.append((taken[:1] if taken.all() else taken).tobytes())
     return last - first, tuple(found)
-
-
-def _needed_keys(problem: RingProblem, rank: int, kv_heads: Range) -> Needed:
-    wanted, heads, shard = list[Wanted](), 1, problem.shards[rank]
-    if problem.pattern is not None:
-        heads, taken = _taken(problem.pattern, problem.num_heads, problem.num_kv_heads, kv_heads)
-        for length, some in zip(problem.pattern.segment_lengths, taken, strict=True):
-            if some is None or any(some):
-                wanted += [Wanted(low, high, first, some) for first, low, high in keys_beyond(problem, length, shard)]
-    if problem.blocks is not None:
-        wanted += [Wanted(*run) for run in problem.kept.runs(rank, kv_heads)]
-    return union(wanted, shard, heads)
 
 
 def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> list[tuple[int, int, int]]:
     """Returns (start of the segment, low, high) of the keys that a rank's queries may see in segments that reach beyond its ranges. Keys
     that overlap are one entry for several ranges in one segment, since ranges may be many."""
-    found: list[tuple[int, int, int]] = []
-    seen = (
-        (first, low, high)
-        for queries in shard
-        for first, low, high in segments_across(problem, length, queries)
-        if low < queries[0] or high > queries[1]
-    )
-    for first, low, high in sorted(seen):
-        if found and found[-1][0] == first and low <= found[-1][2]:
-            found[-1] = (first, found[-1][1], max(high, found[-1][2]))
-        else:
-            found.append((first, low, high))
-    return found
-
-
-def segments_across(problem: RingProblem, length: int, queries: Range) -> list[tuple[int, int, int]]:
-    """Returns (start of the segment, low, high), keys that the queries may see, for the segments of the first and of the last query: the
-    keys of the others are the rank's own."""
-    (start, end), (left, right) = queries, problem.window or (None, None)
+    left, right = problem.window or (None, None)
     if problem.is_causal:
         right = 0 if right is None else min(right, 0)
-    segments = set[Range]()
-    for position in (start, end - 1) if start < end else ():
-        # the last document that starts at the position or before
-        first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
-        first += (position - first) // length * length
-        segments.add((first, min(first + length, last)))
-    found = []
-    for first, last in segments:
-        low = first if left is None else max(first, max(start, first) - left)
-        high = last if right is None else min(last, min(end, last) + right)
-        if low < high:
-            found.append((first, low, high))
-    return found
+    seen = set[tuple[int, int, int]]()
+    for start, end in shard:
+        # the keys of the segments between those of the first and of the last query are the rank's own
+        for position in (start, end - 1):
+            # the last document that starts at the position or before
+            first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
+            first += (position - first) // length * length
+            last = min(first + length, last)
+            low = first if left is None else max(first, max(start, first) - left)
+            high = last if right is None else min(last, min(end, last) + right)
+            if low < high and (low < start or high > end):
+                seen.add((first, low, high))
+    segments = itertools.groupby(sorted(seen), itemgetter(0))
+    return [(first, *run) for first, keys in segments for run in joined((low, high) for _, low, high in keys)]
 
 
 @dataclass(frozen=True)
@@ -340,13 +307,8 @@ class KeySpan:
 
 def key_span(problem: RingProblem, rank: int) -> KeySpan:
     """Returns a short range that holds a rank's own and needed keys, in which segments and blocks are counted as in the whole sequence."""
-    own = [run for run in problem.shards[rank] if run[0] < run[1]]
-    pattern, block, reach = problem.pattern, 1, list(own)
-    if pattern is not None:
-        # what the first and the last query of a range see reaches farther than what those between them do
-        reach += [(a, b) for length in pattern.segment_lengths for run in own for _, a, b in segments_across(problem, length, run)]
-    if problem.blocks is not None:
-        reach, block = reach + problem.kept.runs(rank), problem.blocks.k_block
+    pattern, block = problem.pattern, 1 if problem.blocks is None else problem.blocks.k_block
+    reach = [*problem.shards[rank], *((piece.low, piece.high) for piece in problem.needed(rank).pieces)]
     if not reach:
         return KeySpan(0, 0, ())
     low, high = min(a for a, _ in reach), max(b for _, b in reach)
@@ -395,7 +357,7 @@ class Step:
         own: (first of the rank's own rows, first row of the memory, count) of the runs that may be read where they are.
         send: the rank's own lines for each peer; gradients come back for them.
         place: lines of the memory that come from each peer.
-        sources: for each line of the memory which of the own lines, those that come, and a line of zeros it is.
+        sources: of each line of the memory the number of the own line that it is, or −2 − the number of a line that comes; −1 for zeros.
         own_places: the line of the memory of each own line.
         made: launches of kernels by what they depend on, and what else is made once for these rows, also of other heads.
     """
@@ -422,12 +384,12 @@ class Step:
 
     @property
     def returned(self) -> torch.Tensor:
-        """Which of the lines that come back, by peer, is that of each own line: (peers, own lines) int64, −1 for none."""
+        """Which of the lines that come back, by peer, is that of each own line: (peers, own lines), as in ``sources``."""
         if (known := self.made.get("returned")) is not None:
             return known  # type: ignore[no-any-return]
         peers = [count for count in self.send.counts if count]
         returned = self.own_places.new_full((len(peers), len(self.own_places)), -1)
-        numbers = torch.arange(len(self.send.numbers), device=returned.device)
+        numbers = -2 - torch.arange(len(self.send.numbers), device=returned.device)
         for row, lines, places in zip(returned, self.send.numbers.split(peers), numbers.split(peers), strict=True):
             row[lines] = places
         self.made["returned"] = returned
@@ -451,22 +413,12 @@ def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, w
     # where heads need different rows, each row of a head is a line of its own
     each, rows = wanted.heads, span.end - span.start
     stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
-    own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False) if start < end)
-    send, place = (list[list[np.ndarray]]([] for _ in problem.shards) for _ in range(2))
-    for peer, held in enumerate(problem.shards):
-        if peer != rank:
-            send[peer] = problem.needed(peer, kv_heads).lines(shard, stacked)
-            place[peer] = wanted.lines(held, [start - span.start for start, _ in held])
-    send_counts, place_counts = ([sum(map(len, some)) for some in by_peer] for by_peer in (send, place))
-    sent, arrives = on_device([_joined(itertools.chain(*by_peer)) for by_peer in (send, place)], device)
+    own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False))
+    send = [problem.needed(peer, kv_heads).lines(shard, stacked) for peer in range(problem.size)]
+    place = [wanted.lines(held, [start - span.start for start, _ in held]) for held in problem.shards]
+    sent, arrives = on_device([np.concatenate(send), np.concatenate(place)], device)
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives[:0]])
-    lines, arrived = len(own_places), len(arrives)
-    numbers = torch.arange(lines + arrived, device=device)
-    sources = torch.full((rows * each,), lines + arrived, device=device)
-    sources.index_copy_(0, own_places, numbers[:lines]).index_copy_(0, arrives, numbers[lines:])
-    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(send_counts, sent), RowIndex(place_counts, arrives))
+    sources = torch.full((rows * each,), -1, device=device)
+    sources[own_places], sources[arrives] = torch.arange(len(own_places), device=device), -2 - torch.arange(len(arrives), device=device)
+    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(list(map(len, send)), sent), RowIndex(list(map(len, place)), arrives))
     return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
-
-
-def _joined(lines: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *lines])

@@ -17,9 +17,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels, on_device
@@ -47,43 +49,33 @@ def _wide(lines: torch.Tensor) -> torch.Tensor:
     return lines.view(torch.int64) if lines.shape[1] * lines.itemsize % 8 == 0 else lines
 
 
-def gather(to: torch.Tensor, of: Pair, came: torch.Tensor | None, lines: torch.Tensor, step: Step) -> None:
-    """Writes lines of K and V, or of their gradients, to ``to`` (lines, width · B · 2·D, or what has as many numbers). ``lines``: which of
-    those of ``of``, of those that came after them, and of a line of zeros."""
-    if has_kernels(to):
+def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Step, arrived: Pair | None = None) -> None:
+    """Sets each line of ``to`` to the line of ``of`` that ``places`` has for it, plus the lines that came.
+
+    Args:
+        to: K and V, or their gradients, (B, rows, heads, D), or a tensor of lines of both.
+        places: numbers of lines, as in ``Step.sources``.
+        arrived: the lines that came, and their numbers for each line (peers, lines).
+    """
+    if has_kernels(of[0]) or of[0].is_meta:
         from dilated_attention.distributed.exchange import copies_triton
 
-        copies_triton.gather(to, of, came, lines, step)
+        copies_triton.copy(to, of, places, step, arrived)
         return
-    every = _lines(of, step.width, to.dtype)
-    if came is not None:
-        every = torch.cat([every, came, came.new_zeros((1, came.shape[1]))])
-    torch.index_select(every, 0, lines, out=to.view(-1, every.shape[1]))
-
-
-def add(to: Pair, grads: Pair, came: torch.Tensor, step: Step) -> None:
-    """Sets dk and dv (B, n, heads, D) of the rank's own keys to the sum of what it has computed, ``grads`` of the memory, and the lines
-    that came, by peer."""
-    if has_kernels(came):
-        from dilated_attention.distributed.exchange import copies_triton
-
-        copies_triton.add(to, grads, came, step)
+    B, _, heads, D = of[0].shape
+    dtype = accumulation_dtype(of[0].dtype)
+    lines = torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, step.width * B * 2 * D)
+    # the first line is zero
+    sums = F.pad(lines, (0, 0, 1, 0))[(places + 1).clamp(min=0)]
+    # peer by peer, so the order of the sums is always the same
+    came, arrivals = arrived or (sums, ())
+    for numbers in arrivals:
+        sums += F.pad(came, (0, 0, 1, 0))[(-1 - numbers).clamp(min=0)]
+    if isinstance(to, torch.Tensor):
+        to.view(sums.shape).copy_(sums)
         return
-    dtype = accumulation_dtype(came.dtype)
-    sums = _lines(grads, step.width, dtype)[step.own_places]
-    peers = [count for count in step.send.counts if count]
-    # each names a line once, so peer by peer the order of the sums is always the same
-    for numbers, share in zip(step.send.numbers.split(peers), came.split(peers), strict=True):
-        sums.index_add_(0, numbers, share.to(dtype))
-    B, n, heads, D = to[0].shape
-    for x, some in zip(to, sums.view(n, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
+    for x, some in zip(to, sums.view(-1, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
         x.copy_(some)
-
-
-def _lines(of: Pair, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a copy of K and V, or their gradients, (B, rows, heads, D), as lines (…, width · B · 2·D)."""
-    B, _, _, D = of[0].shape
-    return torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, width * B * 2 * D)
 
 
 def views_of(memory: torch.Tensor) -> Pair:
@@ -103,32 +95,32 @@ def begin(
         return came, None
     assert wire is not None, "one process has nobody to exchange with"
     lines = k.new_empty((len(sent.numbers), width))
-    gather(lines, of, None, sent.numbers, step)
+    copy(lines, of, sent.numbers, step)
     return came, wire.start(_wide(lines), sent.counts, _wide(came), back.counts, what)
 
 
 class Keys:
-    """The keys of a step, which may still be in flight. ``own``: the rank's own K and V (B, n, heads, D); ``keys``: those of the step's
-    memory (B, rows, heads, D), once ``wait`` has been called."""
+    """The keys of a step, which may still be in flight. ``own``: the rank's own K and V (B, n, heads, D)."""
 
     def __init__(self, step: Step, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> None:
         """``k``, ``v``: the rank's (B, n, Hk, D); ``what``: the pass."""
-        self.own = self.keys = step.of_heads(k), step.of_heads(v)
-        self.step, self._is_there, what = step, step.is_own, f"{what}, {step.what}: K and V"
-        self._came, self._transfer = begin(step, self.own, step.send, step.place, k, wire, what)
+        self.step, self.own = step, (step.of_heads(k), step.of_heads(v))
+        self._keys: Pair | None = self.own if step.is_own else None
+        self._came, self._transfer = begin(step, self.own, step.send, step.place, k, wire, f"{what}, {step.what}: K and V")
 
-    def wait(self) -> None:
-        """Waits until all keys have come. A later call does nothing."""
+    def wait(self) -> Pair:
+        """Waits until all keys have come, and returns K and V of the step's memory (B, rows, heads, D)."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
-        if not self._is_there:
+        if self._keys is None:
             B, _, heads, D = self.own[0].shape
             memory = self._came.new_empty((self.step.rows, heads, B, 2 * D))
-            gather(memory, self.own, self._came, self.step.sources, self.step)
-            self.keys, self._is_there = views_of(memory), True
+            copy(memory, self.own, self.step.sources, self.step, (self._came, self.step.sources[None]))
+            self._keys = views_of(memory)
             # it has been copied; this frees its memory for the step's results
             del self._came
+        return self._keys
 
 
 def send_back(step: Step, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> Callable[[Pair], None]:
@@ -143,7 +135,7 @@ def send_back(step: Step, grads: Pair | None, k: torch.Tensor, wire: Wire | None
     def write_sums(to: Pair) -> None:
         if transfer is not None:
             transfer.wait()
-        add((step.of_heads(to[0]), step.of_heads(to[1])), own, came, step)
+        copy((step.of_heads(to[0]), step.of_heads(to[1])), own, step.own_places, step, (came, step.returned))
 
     return write_sums
 
@@ -160,12 +152,9 @@ class Part(ABC):
     passes: dict[Any, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
-        """Returns (out, lse (B, heads, rows)). ``into``: where to write out; a part that cannot write there returns another tensor."""
-
-    @abstractmethod
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
-        """Returns (dq, dk, dv). ``tensors``: dout, q, k, v, out, lse; ``into``: for dq."""
+    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+        """Returns (out, lse (B, heads, rows)) of q, k and v, or (dq, dk, dv) of dout, q, k, v, out and lse. ``into``: where to write out or
+        dq; a part that cannot write there returns another tensor."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -179,19 +168,14 @@ class QueryPart(Part):
     span: KeySpan
     first_head: int
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Masks, into: torch.Tensor | None) -> Pair:
-        plan = self.plan((q, k, v), masks)
-        return plan.runner.forward(plan, q, k, v, self._masks_of(masks), None, None if into is None else (into,))
-
-    def backward(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
-        *views, lse = tensors
-        plan, dlse = self.plan(tuple(views), masks), None if dlse is None else dlse.contiguous()
-        places = None if into is None else (into, None, None)
-        return plan.runner.backward(plan, (*views, lse.contiguous()), self._masks_of(masks), dlse, None, places)
-
-    def _masks_of(self, masks: Masks) -> Masks:
-        """Returns the masks of the part's queries, keys and heads."""
-        return masks_at(masks, slice(*self.queries), slice(self.span.start, self.span.end), self.heads, self.first_head)
+    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+        plan = self.plan(tensors[:5], masks)
+        masks = masks_at(masks, slice(*self.queries), slice(self.span.start, self.span.end), self.heads, self.first_head)
+        if len(tensors) == 3:
+            q, k, v = tensors
+            return plan.runner.forward(plan, q, k, v, masks, None, None if into is None else (into,))
+        tensors, dlse = (*tensors[:5], tensors[5].contiguous()), None if dlse is None else dlse.contiguous()
+        return plan.runner.backward(plan, tensors, masks, dlse, None, None if into is None else (into, None, None))
 
     def plan(self, views: Tensors, masks: Masks) -> Plan:
         """Returns the plan of a forward on q, k and v, or of a backward on dout, q, k, v and out."""
@@ -220,16 +204,15 @@ def parts_of(
     for start, end in problem.shards[rank]:
         rows, queries, row = slice(row, row + end - start), (start, end), row + end - start
         seen, key_rows = KeySpan(*queries, ((0, end - start),)), rows
-        if start < end:
-            if span is not None:
-                seen = span.seen_by(queries, problem.is_causal)
-                key_rows = slice(seen.start - span.start, seen.end - span.start)
-            parts.append(
-                QueryPart(
-                    rows=rows, heads=heads, key_rows=key_rows, pattern=pattern, settings=settings, queries=queries, span=seen,
-                    first_head=first_head,
-                )
-            )  # fmt: skip
+        if span is not None:
+            seen = span.seen_by(queries, problem.is_causal)
+            key_rows = slice(seen.start - span.start, seen.end - span.start)
+        parts.append(
+            QueryPart(
+                rows=rows, heads=heads, key_rows=key_rows, pattern=pattern, settings=settings, queries=queries, span=seen,
+                first_head=first_head,
+            )
+        )  # fmt: skip
     return tuple(sorted(parts, key=lambda part: part.span.start - part.span.end))
 
 
@@ -257,7 +240,6 @@ class SparseRows:
         _, n, H, _ = q.shape
         key_row = torch.arange(0, n, step, device=device)[:, None] + torch.tensor(offsets, device=device)
         row, head = key_row.repeat_interleave(H // len(offsets), 1), torch.arange(H, device=device)
-        self.count = len(row)
         # they take tensors (B, n, heads, D) to (B, n/g, heads, D), and statistics (B, heads, n) to (B, heads, n/g)
         self.queries, self.keys = (slice(None), row, head), (slice(None), key_row, head[: len(offsets)])
         self.stats = slice(None), head[:, None], row.T.contiguous()
@@ -284,7 +266,9 @@ class Term:
         # whether the results of a single part are those of the term
         self.has_one_part = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
         # in which dtype a step's dk and dv are added. A sum of two shares is rounded once in any dtype, a sum of more would be repeatedly
-        self.grad_dtypes = [self.acc_dtype if _most_overlapping([part.key_rows for part in x]) > 2 else q.dtype for x in parts]
+        rows = [[part.key_rows for part in step_parts] for step_parts in parts]
+        most = [max((sum(x.start <= first.start < x.stop for x in some) for first in some), default=0) for some in rows]
+        self.grad_dtypes = [self.acc_dtype if overlapping > 2 else q.dtype for overlapping in most]
 
     def select(self, x: Any) -> Any:
         """Returns the term's rows of a tensor of queries (B, n, H, …) or of statistics (B, H, n); None for None."""
@@ -292,18 +276,16 @@ class Term:
             return x
         return x[rows.queries if x.dim() == 4 else rows.stats]
 
-    def like(self, tensors: Tensors) -> Tensors:
-        """Returns tensors like those of q, k and v that the term computes with."""
-        chosen = self.chosen_rows
-        return tensors if chosen is None else tuple([x.new_empty((len(x), chosen.count, *x.shape[2:])) for x in tensors])
-
     def select_keys(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
         return (k, v) if self.chosen_rows is None else (k[self.chosen_rows.keys], v[self.chosen_rows.keys])
 
-
-def _most_overlapping(rows: Sequence[slice]) -> int:
-    """Returns the largest number of ranges that have a row in common."""
-    return max((sum(x.start <= first.start < x.stop for x in rows) for first in rows), default=0)
+    def views(self, index: int, q: torch.Tensor, own: Pair, keys: Any) -> Iterator[tuple[Part, Tensors]]:
+        """Yields each part of step ``index`` and the q, k and v that it reads, and waits for keys when one needs them. ``q``, ``own``: the
+        term's queries, and the rank's K and V; ``keys``: those of the step (``Keys``)."""
+        # parts on the rank's own keys are computed with the first step
+        for part, rows in self.parts[index] if not self.is_home or index == 0 else ():
+            k, v = narrow(rows or part.key_rows, 1, *(own if self.is_home else keys.own if rows else keys.wait()))
+            yield part, (part_of(part, q), k, v)
 
 
 class TermPass:
@@ -322,64 +304,44 @@ class TermPass:
             if not saved:
                 self.lse = self.q.new_empty((B, H, n), dtype=term.acc_dtype)
 
-    def _ready_parts(self, index: int, keys: Keys) -> Iterator[tuple[Part, Tensors, torch.Tensor | None]]:
-        """Yields the parts of a step, waiting for keys when one needs them: (part, its q, k and v, where its rows of out or dq belong)."""
-        # those on the rank's own keys are computed with the first step
-        for part, own in self.term.parts[index] if not self.term.is_home or index == 0 else ():
-            if own is None:
-                keys.wait()
-            k, v = narrow(own or part.key_rows, 1, *(self.own if self.term.is_home else keys.own if own else keys.keys))
-            if self.term.has_one_part:
-                yield part, (self.q, k, v), None
-            else:
-                yield part, (part_of(part, self.q), k, v), part_of(part, self.out)
-
-    def forward(self, index: int, keys: Keys) -> None:
-        """Computes step ``index``."""
-        for part, (q, k, v), place in self._ready_parts(index, keys):
-            out, lse = part.forward(q, k, v, self.masks, place)
-            if place is None:
-                self.out, self.lse = out, lse
-                break
-            if out is not place:
-                place.copy_(out)
-            part_of(part, self.lse).copy_(lse)
-            # free them before the next part allocates its own
-            del out, lse
-
-    def backward(self, index: int, keys: Keys) -> Pair | None:
-        """Returns the gradients of the keys and values of step ``index``; None if they are zero."""
+    def compute(self, index: int, keys: Keys) -> Pair | None:
+        """Computes step ``index``. In a backward it returns the gradients of the step's keys and values; None if they are zero."""
         total: Tensors = ()
         # shares that are not in the total yet, each with its rows of the memory
         waiting: list[tuple[slice, list[torch.Tensor]]] = []
         rows = self.own[0].shape[1] if self.term.is_home else keys.step.rows
-        for part, (q, k, v), to in self._ready_parts(index, keys):
-            dtype = self.term.grad_dtypes[index]
-            dout, out, lse, dlse = self.saved if to is None else [None if x is None else part_of(part, x) for x in self.saved]
-            dq, *shares = part.backward((dout, q, k, v, out, lse), dlse, self.masks, to)  # type: ignore[arg-type]
-            if to is None:
-                self.out = dq
-            elif dq is not to:
-                to.copy_(dq)
-            if not total and part.key_rows == slice(0, rows):
-                total = tuple([x.to(dtype) for x in shares])
+        for part, (q, k, v) in self.term.views(index, self.q, self.own, keys):
+            place, dlse = None if self.term.has_one_part else part_of(part, self.out), None
+            tensors: Any = (q, k, v)
+            if self.saved:
+                saved = self.saved if place is None else [None if x is None else part_of(part, x) for x in self.saved]
+                dout, out, lse, dlse = saved
+                tensors = dout, q, k, v, out, lse
+            out, *shares = part.compute(tensors, dlse, self.masks, place)
+            if place is None:
+                self.out = out
+            elif out is not place:
+                place.copy_(out)
+            if not self.saved:
+                if place is None:
+                    (self.lse,) = shares
+                else:
+                    part_of(part, self.lse).copy_(shares[0])
+            elif not total and part.key_rows == slice(0, rows):
+                total = tuple([x.to(self.term.grad_dtypes[index]) for x in shares])
             else:
                 waiting.append((part.key_rows, shares))
             # with two parts the first one waits: the second may have all rows, and then it is the total that the first is added to
             if waiting and (total or len(waiting) == 2 or len(self.term.parts[index]) != 2):
+                dtype = self.term.grad_dtypes[index]
                 total = total or tuple([x.new_zeros((x.shape[0], rows, *x.shape[2:]), dtype=dtype) for x in shares])
-                add_shares(total, waiting)
+                for key_rows, some in waiting:
+                    for sums, x in zip(total, some, strict=True):
+                        sums[:, key_rows].add_(x)
+                waiting.clear()
             # free them before the next part allocates its own
-            del dq, shares
+            del out, shares
         return total or None  # type: ignore[return-value]
-
-
-def add_shares(total: Tensors, waiting: list[tuple[slice, list[torch.Tensor]]]) -> None:
-    """Adds shares to their rows of a total, and forgets them."""
-    for place, shares in waiting:
-        for sums, x in zip(total, shares, strict=True):
-            sums[:, place].add_(x)
-    waiting.clear()
 
 
 def part_of(part: Part, x: torch.Tensor) -> torch.Tensor:
@@ -396,13 +358,12 @@ def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def dry_run(terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors) -> Iterator[tuple[Part, Tensors]]:
     """Yields each part with tensors like those that it reads in a forward; keys from elsewhere have no memory. ``tensors``: q, k and v."""
     for term in terms:
-        q, k, v = term.like(tensors)
-        for step, parts in zip(steps, term.parts, strict=False):
-            own = keys = (k, v) if term.is_home else (step.of_heads(k), step.of_heads(v))
-            if not term.is_home and not step.is_own:
-                keys = views_of(torch.empty((step.rows, step.num_kv_heads, len(k), 2 * k.shape[3]), dtype=k.dtype, device="meta"))
-            for part, rows in parts:
-                yield part, (part_of(part, q), *narrow(rows or part.key_rows, 1, *(own if rows else keys)))
+        q, (k, v) = term.select(tensors[0]), term.select_keys(*tensors[1:])
+        for index, step in enumerate(steps):
+            memory = torch.empty((step.rows, step.num_kv_heads, len(k), 2 * k.shape[3]), dtype=k.dtype, device="meta")
+            own = step.of_heads(k), step.of_heads(v)
+            there = own if step.is_own else views_of(memory)
+            yield from term.views(index, q, (k, v), SimpleNamespace(own=own, wait=lambda there=there: there))
 
 
 def compile_ahead(
@@ -411,76 +372,69 @@ def compile_ahead(
     """Plans a forward on q, k and v, which starts compiling its kernels, those of its backward and those that copy keys. For a first call,
     so that they compile while the ranks connect."""
     term = terms[-1]
-    _, k, v = term.like(tensors)
+    k, v = term.select_keys(*tensors[1:])
     if exchanges and has_kernels(k):
-        from dilated_attention.distributed.exchange import copies_triton
-
         with on_device(k.device):
-            copies_triton.compile_ahead(steps[0], k, v, term.share_dtype if needs_grad else None)
+            compile_copies(steps[0], k, v, term.share_dtype if needs_grad else None)
     for part, views in dry_run(terms, steps, tensors):
         if isinstance(part, QueryPart):
             part.plan(views, Masks(padding))
+
+
+def compile_copies(step: Step, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Starts compiling the copies of steps like this one: copies of meta tensors do. ``dtype``: of the sums of gradients, if any."""
+    wire: Any = SimpleNamespace(start=lambda *_: SimpleNamespace(wait=lambda: None))
+    own_k, own_v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (k, v))
+    Keys(step, own_k, own_v, wire, "").wait()
+    if dtype is not None:
+        grads, sums = own_k.new_empty((len(k), step.rows, step.num_kv_heads, k.shape[3])), torch.empty(k.shape, dtype=dtype, device="meta")
+        send_back(step, (grads, grads), own_k, wire)((sums, sums))
 
 
 # --- a pass ----------------------------------------------------------------------------------------------------------------------
 # The outputs of terms are merged by their lse, their gradients are added. The first term has all rows; the last one's keys are exchanged.
 
 
-def forward(terms: Sequence[Term], steps: Sequence[Step], masks: Masks, tensors: Tensors, wire: Wire | None) -> Pair:
-    """Returns (out, lse) of this rank's rows."""
-    own = terms[-1].select_keys(*tensors[1:])
-    arriving = deque(Keys(step, *own, wire, "forward") for step in steps[:AHEAD])
-    first, *others = passes = [TermPass(term, masks, tensors) for term in terms]
-    for index in range(len(steps)):
-        for term_pass in passes:
-            term_pass.forward(index, arriving[0])
-        arriving.popleft().wait()
-        if index + AHEAD < len(steps):
-            arriving.append(Keys(steps[index + AHEAD], *own, wire, "forward"))
-    for term_pass in others:
-        term = term_pass.term
-        seen, seen_lse = term.select(first.out), term.select(first.lse)
-        merge_onto(seen, seen_lse.transpose(1, 2), term_pass.out, term_pass.lse.transpose(1, 2))
-        if term.chosen_rows is not None:
-            first.out[term.chosen_rows.queries], first.lse[term.chosen_rows.stats] = seen, seen_lse
-    return first.out, first.lse
-
-
-def backward(
+def compute(
     terms: Sequence[Term], steps: Sequence[Step], masks: Masks, tensors: Tensors, saved: tuple[Any, ...], wire: Wire | None
 ) -> Tensors:
-    """Returns (dq, dk, dv) of this rank's rows. ``saved``: see ``TermPass``."""
+    """Returns (out, lse) of this rank's rows, or with what a backward has ``saved`` (see ``TermPass``) (dq, dk, dv)."""
     _, k, v = tensors
-    own, chosen, dtype = terms[-1].select_keys(k, v), terms[-1].chosen_rows, terms[-1].share_dtype
-    arriving = deque(Keys(step, *own, wire, "backward") for step in steps[:AHEAD])
+    own, chosen, what = terms[-1].select_keys(k, v), terms[-1].chosen_rows, "backward" if saved else "forward"
+    arriving = deque(Keys(step, *own, wire, what) for step in steps[:AHEAD])
     first, *others = passes = [TermPass(term, masks, tensors, saved) for term in terms]
-    home: Pair | None = None
-    to: Pair | None = None
+    # gradients of all of the rank's keys: of the home term, and of the one whose keys are exchanged
+    home: Any = None
+    to: Any = None
     write_sums: Callable[[Pair], None] | None = None
     for index, step in enumerate(steps):
         grads: Pair | None = None
         for term_pass in passes:
-            shares = term_pass.backward(index, arriving[0])
+            shares = term_pass.compute(index, arriving[0])
             if term_pass.term.is_home:
                 home = home or shares
-            elif grads is not None and shares is not None:
-                grads = added(grads[0], shares[0]), added(grads[1], shares[1])
-            else:
-                grads = grads or shares
+            elif shares is not None:
+                grads = shares if grads is None else (added(grads[0], shares[0]), added(grads[1], shares[1]))
         arriving.popleft().wait()
         if grads is not None and len(steps) == 1 and step.is_own and not len(step.send.numbers):
             # no other rank has a share of these gradients
             to = grads
-            break
-        to = to or (own[0].new_empty(own[0].shape, dtype=dtype), own[1].new_empty(own[1].shape, dtype=dtype))
-        begun = send_back(step, grads, own[0], wire)
-        # those of the step before came meanwhile; adding them frees their memory for the next step
-        if write_sums is not None:
-            write_sums(to)
-        write_sums = begun
+        elif saved:
+            to = to or tuple([x.new_empty(x.shape, dtype=terms[-1].share_dtype) for x in own])
+            begun = send_back(step, grads, own[0], wire)
+            # those of the step before came meanwhile; adding them frees their memory for the next step
+            if write_sums is not None:
+                write_sums(to)
+            write_sums = begun
         if index + AHEAD < len(steps):
-            arriving.append(Keys(steps[index + AHEAD], *own, wire, "backward"))
-    assert to is not None
+            arriving.append(Keys(steps[index + AHEAD], *own, wire, what))
+    if not saved:
+        for term_pass in others:
+            seen, seen_lse = term_pass.term.select(first.out), term_pass.term.select(first.lse)
+            merge_onto(seen, seen_lse.transpose(1, 2), term_pass.out, term_pass.lse.transpose(1, 2))
+            if chosen is not None:
+                first.out[chosen.queries], first.lse[chosen.stats] = seen, seen_lse
+        return first.out, first.lse
     if write_sums is not None:
         write_sums(to)
     dq = first.out

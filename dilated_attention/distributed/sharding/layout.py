@@ -60,7 +60,8 @@ class Layout:
             raise ValueError("runs is empty; expected the runs of at least one process")
         for rank, mine in enumerate(runs):
             if any(start >= end for start, end in mine) or any(a[1] > b[0] for a, b in itertools.pairwise(mine)):
-                raise ValueError(f"runs[{rank}] is {_shown(mine)}; expected runs (start, end) with start < end, ascending, without overlap")
+                shown = mine if len(mine) <= 6 else f"{mine[:6]} …"
+                raise ValueError(f"runs[{rank}] is {shown}; expected runs (start, end) with start < end, ascending, without overlap")
         end = 0
         for start, stop in sorted(run for mine in runs for run in mine):
             if start != end:
@@ -101,29 +102,17 @@ def short_name(layout: str) -> str:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
     """Returns every process's runs from the name of a ``Layout``; ValueError if it was made for another length or number of processes."""
-    found, runs = _parsed(layout)
-    if (found, len(runs)) != (seq_len, size):
+    length, _, text = layout.removeprefix(_PREFIX).partition(":")
+    runs = [[run.split("-") for run in mine.split(",") if run] for mine in text.split(";")]
+    if (int(length), len(runs)) != (seq_len, size):
         raise ValueError(
-            f"layout is for {found} positions on {len(runs)} processes, the sequence has {seq_len} on {size}; make one for them with "
+            f"layout is for {length} positions on {len(runs)} processes, the sequence has {seq_len} on {size}; make one for them with "
             f"balanced_layout(pattern, {seq_len}, {size})"
         )
-    return runs
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(layout: str) -> tuple[int, tuple[Runs, ...]]:
-    length, _, text = layout.removeprefix(_PREFIX).partition(":")
-    runs = []
-    for mine in text.split(";"):
-        pairs = (run.split("-") for run in mine.split(",") if run)
-        runs.append(tuple((int(start), int(end)) for start, end in pairs))
-    return int(length), tuple(runs)
-
-
-def _shown(runs: Runs) -> str:
-    return str(runs) if len(runs) <= 6 else f"{runs[:6]} …"
+    return tuple(tuple((int(start), int(end)) for start, end in mine) for mine in runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +135,19 @@ def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Spa
         return tuple((start, stop, 1) for start, stop in runs_of(layout, seq_len, size)[rank]) or ((0, 0, 1),)
     if layout == "striped":
         return ((min(rank, seq_len), seq_len, size),)
-    if layout == "contiguous":
-        return ((*_run(seq_len, size, rank), 1),)
-    return ((*_run(seq_len, 2 * size, rank), 1), (*_run(seq_len, 2 * size, 2 * size - 1 - rank), 1))
+    runs, indices = (size, (rank,)) if layout == "contiguous" else (2 * size, (rank, 2 * size - 1 - rank))
+    length, longer = divmod(seq_len, runs)
+    return tuple((i * length + min(i, longer), (i + 1) * length + min(i + 1, longer), 1) for i in indices)
 
 
 def joined(ranges: Iterable[Range]) -> Runs:
     """Returns ascending ranges [start, stop) with those that meet as one and without empty ones."""
-    found: list[Range] = []
+    found = list[Range]()
     for start, stop in ranges:
-        if start >= stop:
-            continue
         if found and found[-1][0] <= start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
+            first, last = found.pop()
+            found.append((first, max(last, stop)))
+        elif start < stop:
             found.append((start, stop))
     return tuple(found)
 
@@ -170,12 +158,6 @@ def shards_of(seq_len: int, size: int, layout: str, *, is_causal: bool) -> tuple
     layout = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
     # adjacent ranges become one
     return tuple(joined((start, stop) for start, stop, _ in spans(seq_len, rank, size, layout)) for rank in range(size))
-
-
-def _run(seq_len: int, runs: int, index: int) -> Range:
-    length, longer = divmod(seq_len, runs)
-    start = index * length + min(index, longer)
-    return start, start + length + (index < longer)
 
 
 def local_length(seq_len: int, rank: int, size: int, layout: str | Layout) -> int:
@@ -223,10 +205,7 @@ def shard_sequence(
     """
     members = members_of(group_or_mesh)
     dims = _check(buffers, seq_dims)
-    parts = []
-    for x, dim in zip(buffers, dims, strict=True):
-        parts.append(_cut(x, dim, spans(x.shape[dim], members.rank, members.size, layout)))
-    return parts
+    return [_cut(x, dim, spans(x.shape[dim], members.rank, members.size, layout)) for x, dim in zip(buffers, dims, strict=True)]
 
 
 def _cut(x: torch.Tensor, dim: int, held: Sequence[Span]) -> torch.Tensor:
@@ -268,33 +247,20 @@ def unshard_sequence(
             )
     if members.size == 1:
         return [x.clone(memory_format=torch.contiguous_format) for x in buffers]
-    return [_Gather.apply(x, dim, total, layout, members) for x, dim, total in zip(buffers, dims, totals, strict=True)]
+    return [_Moved.apply(x, dim, total, layout, members, True) for x, dim, total in zip(buffers, dims, totals, strict=True)]
 
 
-class _Linear(torch.autograd.Function):
-    """Base class of ``_Gather`` and ``_SumOwn``, each of which is the derivative of the other."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.settings = inputs[1:]
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, dim: int, *settings: Any) -> tuple[torch.Tensor, int]:
-        return cls.apply(x.movedim(in_dims[0], 0), dim + 1, *settings), 0
+class _Moved(torch.autograd.Function):
+    """Gathers all ranks' shards in order of position (``gathers``), or returns this rank's shard of the sum of all ranks' tensors: each is
+    the derivative of the other."""
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> torch.Tensor:
-        raise NotImplementedError(
-            "unshard_sequence has no forward mode, and got a tangent, which the other processes may not have; use reverse mode "
-            "(torch.func.vjp, grad), or unshard the tangents in a separate call"
-        )
-
-
-class _Gather(_Linear):
-    """Gathers all ranks' shards, in order of position."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
+    def forward(x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members, gathers: bool) -> torch.Tensor:
+        if not gathers:
+            # not in place, because autograd may pass the tensor to others
+            total = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=members.group)
+            return _cut(total, dim, spans(seq_len, members.rank, members.size, layout))
         most = max(local_length(seq_len, rank, members.size, layout) for rank in range(members.size))
         moved = x.movedim(dim, 0)
         # bool is sent as bytes, because not every communication library supports it
@@ -305,31 +271,29 @@ class _Gather(_Linear):
         dist.all_gather(parts, mine, group=members.group)
         whole = mine.new_empty((seq_len, *moved.shape[1:]))
         for rank, part in enumerate(parts):
-            start = 0
-            for span in spans(seq_len, rank, members.size, layout):
-                count = len(range(*span))
-                whole[slice(*span)] = part[start : start + count]
-                start += count
+            positions = positions_of(seq_len, rank, members.size, layout, x.device)
+            whole[positions] = part[: len(positions)]
         return (whole.bool() if is_bool else whole).movedim(0, dim).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _SumOwn.apply(grad, *ctx.settings), None, None, None, None
-
-
-class _SumOwn(_Linear):
-    """Returns this rank's shard of the sum of all ranks' tensors."""
-
-    @staticmethod
-    def forward(whole: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members) -> torch.Tensor:
-        # not in place, because autograd may pass the tensor to others
-        total = whole.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=members.group)
-        return _cut(total, dim, spans(seq_len, members.rank, members.size, layout))
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.settings = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Gather.apply(grad, *ctx.settings), None, None, None, None
+        *settings, gathers = ctx.settings
+        return _Moved.apply(grad, *settings, not gathers), *(None,) * len(ctx.settings)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, dim: int, *settings: Any) -> tuple[torch.Tensor, int]:
+        return _Moved.apply(x.movedim(in_dims[0], 0), dim + 1, *settings), 0
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> torch.Tensor:
+        raise NotImplementedError(
+            "unshard_sequence has no forward mode, and got a tangent, which the other processes may not have; use reverse mode "
+            "(torch.func.vjp, grad), or unshard the tangents in a separate call"
+        )
 
 
 def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int]:
@@ -351,8 +315,7 @@ def _exchange_lengths(members: Members, mine: list[int], buffers: Sequence[torch
     """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error."""
     if members.size == 1 or not mine:
         return [mine] * members.size
-    device = buffers[0].device
-    local = torch.tensor(mine, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(local) for _ in range(members.size)]
-    dist.all_gather(rows, local, group=members.group)
-    return [row.tolist() for row in rows]
+    local = torch.tensor(mine, dtype=torch.int64, device=buffers[0].device)
+    rows = local.new_empty((members.size, len(mine)))
+    dist.all_gather(list(rows), local, group=members.group)
+    return rows.tolist()  # type: ignore[no-any-return]

@@ -53,12 +53,10 @@ def shared_rows(here: ShardSpec, there: ShardSpec) -> tuple[tuple[Index, Index],
 
 def _common(a: range, b: range) -> range:
     """Returns the positions in both ranges. Their steps are equal, or one of them is 1."""
-    coarse = a if a.step >= b.step else b
-    assert a.step == b.step or min(a.step, b.step) == 1
-    low, high = max(a.start, b.start), min(a.stop, b.stop)
     if a.step == b.step and (a.start - b.start) % a.step:
         return range(0)
-    return range(low + (coarse.start - low) % coarse.step, high, coarse.step)
+    low, coarse = max(a.start, b.start), max(a, b, key=lambda x: x.step)
+    return range(low + (coarse.start - low) % coarse.step, min(a.stop, b.stop), coarse.step)
 
 
 def _rows(positions: range, span: Span, row: int) -> slice:
