@@ -46,19 +46,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:  # fmt: skip
         check_names(name, options)
         super().__init__()
-        of_projections = {key: options.get(key, DEFAULTS[key]) for key in ProjectionOptions.__annotations__}
-        self._make_projections(embed_dim, num_heads, of_projections)
-        of_core = {key: value for key, value in options.items() if key not in of_projections}
-        sinks_of = self.num_heads if options.get("sinks") is True else None
-        self.attention = core(*patterns, num_heads=sinks_of, **of_core)
-        self.attention.to(device=of_projections["device"], dtype=of_projections["dtype"])
-        if "segment_lengths" in self.attention._pattern_arguments:
-            # refuses lists of offsets that do not have one entry per head
-            self.attention.pattern.offsets(self.num_heads)
-        self.reset_parameters()
-
-    def _make_projections(self, embed_dim: int, num_heads: int, given: Mapping[str, Any]) -> None:
-        """Checks ``ProjectionOptions`` and makes the projections and norms."""
+        given = {key: options.get(key, DEFAULTS[key]) for key in ProjectionOptions.__annotations__}
         self.embed_dim = as_int("embed_dim", embed_dim, minimum=1)
         self.num_heads = as_int("num_heads", num_heads, minimum=1)
         num_kv_heads, xpos_scale_base = given["num_kv_heads"], given["xpos_scale_base"]
@@ -85,6 +73,13 @@ class MultiheadAttention(nn.Module):
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=eps, **factory) if layer_norm else None
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None for _ in range(2))
+        of_core = {key: value for key, value in options.items() if key not in given}
+        self.attention = core(*patterns, num_heads=self.num_heads if options.get("sinks") is True else None, **of_core)
+        self.attention.to(**factory)
+        if "segment_lengths" in self.attention._pattern_arguments:
+            # refuses lists of offsets that do not have one entry per head
+            self.attention.pattern.offsets(self.num_heads)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases and sinks 0, norms
@@ -139,7 +134,18 @@ class MultiheadAttention(nn.Module):
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns q and k, rotated with ``rotary``."""
-        raise NotImplementedError
+        if not self.rotary:
+            return q, k
+        ring: RingSettings | None = getattr(self.attention, "ring", None)
+        cu_seqlens, seq_len = options.get("cu_seqlens"), options.get("seq_len")
+        if ring is None:
+            query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])
+            return self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)
+        options["seq_len"] = seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+        # the attention refuses unequal numbers of rows, on all processes alike
+        if q.shape[1] != k.shape[1]:
+            return q, k
+        return self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
 
     def rotate(
         self,
@@ -170,7 +176,7 @@ class MultiheadAttention(nn.Module):
                 cu_seqlens = own_bounds(cu_seqlens, eager=False, on_host=False)
             cu_seqlens = cu_seqlens.to(positions.device)
         if self.xpos_scale_base is not None:
-            cu_seqlens = check_xpos_length(cu_seqlens, seq_len, self.xpos_scale_base, dtype)
+            check_xpos_length(cu_seqlens, seq_len, self.xpos_scale_base, dtype)
         start, end = (0, seq_len) if cu_seqlens is None else document_ends(cu_seqlens, positions)
         table = rotary_table(positions - start, self.head_dim, self.rotary_base, dtype)
         if self.xpos_scale_base is None:
@@ -261,12 +267,6 @@ class LocalMultihead(MultiheadAttention):
         """
         return self._computed(query, key, value, {**options})
 
-    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.rotary:
-            return q, k
-        query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])
-        return self.rotate(q, k, torch.arange(k.shape[1], device=k.device), options.get("cu_seqlens"), query_offset)
-
     @torch.no_grad()
     def attention_map(self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, **options: Any) -> torch.Tensor:
         """Returns the attention weights (B, H, R, Nk) of chosen queries in a ``forward`` without dropout.
@@ -329,14 +329,3 @@ class RingMultihead(MultiheadAttention):
             RingError: a process died, stalled or made a different call.
         """
         return self._computed(query, key, value, {**options})
-
-    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.rotary:
-            return q, k
-        ring: RingSettings = self.attention.ring
-        seq_len = options.get("seq_len")
-        options["seq_len"] = seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-        # the attention refuses unequal numbers of rows, on all processes alike
-        if q.shape[1] != k.shape[1]:
-            return q, k
-        return self.rotate(q, k, ring.positions(k, seq_len), options.get("cu_seqlens"), seq_len=seq_len)

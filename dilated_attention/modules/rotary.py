@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from dilated_attention.engine.ops.transforms import each
 from dilated_attention.pattern.checks import MAX_LENGTH
+from dilated_attention.validation import refuse_where
 
 Table = tuple[torch.Tensor, torch.Tensor]
 # log(1/ζ_0) of XPOS: ζ_0 = 0.4/1.4 for every head dimension
@@ -70,35 +69,18 @@ def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:
     return int(min(2 * scale_base / XPOS_STEEPEST * math.log(torch.finfo(dtype).max / XPOS_HEADROOM), MAX_LENGTH))
 
 
-def check_xpos_length(cu_seqlens: torch.Tensor | None, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns ``cu_seqlens`` of a sequence of ``seq_len``; ValueError if its factors, or one document's, overflow ``dtype``."""
+def check_xpos_length(cu_seqlens: torch.Tensor | None, seq_len: int, scale_base: float, dtype: torch.dtype) -> None:
+    """Raises ValueError if the factors of a sequence of ``seq_len``, or of one of its documents, overflow ``dtype``."""
     longest = xpos_max_length(scale_base, dtype)
     if seq_len <= longest:
-        return cu_seqlens
+        return
     text = (
-        f"{{what}} has {{length}} positions; with xpos_scale_base {scale_base:g}, XPOS overflows {dtype} beyond {longest}: use a larger "
+        f"has {{}} positions; with xpos_scale_base {scale_base:g}, XPOS overflows {dtype} beyond {longest}: use a larger "
         "xpos_scale_base, rotary=True without it, or a dtype of larger range"
     )
     if cu_seqlens is None:
-        raise ValueError(text.format(what="the sequence", length=seq_len))
+        raise ValueError(f"the sequence {text}".format(seq_len))
     # the boundaries are on the device; they are read only where a document may be too long
-    return bounded_documents(cu_seqlens, longest, text.format(what="a document", length="{length}"))
-
-
-@torch.library.custom_op("dilated_attention::bounded_documents", mutates_args=())
-def bounded_documents(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
-    """Copies cu_seqlens if its documents have at most ``longest`` positions, else raises. It is an op: a graph cannot branch on values."""
-    length = int(cu_seqlens.diff().max())
-    if length > longest:
-        raise ValueError(complaint.format(length=length))
-    return cu_seqlens.clone()
-
-
-@bounded_documents.register_fake
-def _(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
-    return torch.empty_like(cu_seqlens)
-
-
-@bounded_documents.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], cu_seqlens: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, int]:
-    return each(bounded_documents, info.batch_size, in_dims, (cu_seqlens, *settings))
+    lengths = cu_seqlens.diff()
+    most = "too many" if torch.compiler.is_compiling() else int(lengths.max())
+    refuse_where(lengths > longest, f"a document {text}".format(most))
