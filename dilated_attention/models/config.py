@@ -50,12 +50,6 @@ def as_size(name: str, value: Any) -> int:
     return number
 
 
-def sum_over_layers(figures: Sequence[T], num_layers: int) -> T:
-    """Returns the sum of figures that layers take in turn."""
-    total: Any = sum(figure * len(range(i, num_layers, len(figures))) for i, figure in enumerate(figures))
-    return total  # type: ignore[no-any-return]
-
-
 class ModelConfig:
     """Base class of the frozen dataclasses that configure a model: conversion to plain values for JSON, and back."""
 
@@ -315,9 +309,10 @@ class LongNetConfig(ModelConfig):
         """The patterns of ``cycle``."""
         return tuple(one.pattern for one in self.cycle)
 
-    def sum_of_layers(self, figure: Callable[[LongNetConfig], T]) -> T:
-        """Returns the sum of a figure over all layers, computed once for those that are alike."""
-        return sum_over_layers([figure(one) for one in self.cycle], self.num_layers)
+    def sum_over_layers(self, figures: Sequence[T]) -> T:
+        """Returns the sum over all layers of a figure of each configuration in ``cycle``."""
+        total: Any = sum(figure * len(range(i, self.num_layers, len(figures))) for i, figure in enumerate(figures))
+        return total  # type: ignore[no-any-return]
 
     @property
     def is_ring(self) -> bool:

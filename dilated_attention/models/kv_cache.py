@@ -125,34 +125,31 @@ class KVCache:
             return Cached(keys, values, self.table[some])
         return Cached(keys[some], values[some], wraps=self.wraps(needed), fixed=needed.fixed)
 
-    def reserve(self, request: int, length: int) -> None:
-        """Assigns pages to positions below ``length``, where slots come from a pool of them."""
+    def _give_pages(self, request: int, length: int = 0) -> None:
+        """Where slots come from a pool of pages: takes back those that no future row of this request can read, and gives it those of new
+        positions below ``length``."""
         if self.table is None:
             return
-        pages = self._pages[request]
-        span = range(self.lengths[request] // self.page_size, -(-length // self.page_size))
-        if all(page in pages for page in span):
+        pages, held = self._pages[request], self.lengths[request]
+        span = range(held // self.page_size, -(-length // self.page_size))
+        if span and all(page in pages for page in span):
             return
-        self.release(request)
+        needed = {stretch for keys in self.row_keys for stretch in keys.needed(held)}
+        gone = pages.keys() - {page for low, high in needed for page in range(low // self.page_size, -(-high // self.page_size))}
+        if gone:
+            # a finished request still writes, and must not write into a page that belongs to another request by then
+            self.table[request, list(gone)] = 0
+            self._free += [pages.pop(page) for page in gone]
         wanted = [page for page in span if page not in pages]
         if len(wanted) > len(self._free):
             raise RuntimeError(
                 f"request {request} needs {len(wanted)} more pages of {self.page_size} positions "
                 f"and {len(self._free)} of {self.num_pages} are free; free a request, or make a cache with more pages"
             )
-        pages |= {page: self._free.pop() for page in wanted}
-        places = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
-        self.table[request, wanted[0] : wanted[-1] + 1] = places.to(self.device)
-
-    def release(self, request: int) -> None:
-        """Takes back the pages that no future row of this request can read: after each chunk, and whenever ``reserve`` assigns pages."""
-        pages = self._pages[request]
-        needed = {stretch for keys in self.row_keys for stretch in keys.needed(self.lengths[request]) if pages}
-        gone = pages.keys() - {page for low, high in needed for page in range(low // self.page_size, -(-high // self.page_size))}
-        if self.table is not None and gone:
-            # a finished request still writes, and must not write into a page that belongs to another request by then
-            self.table[request, list(gone)] = 0
-            self._free += [pages.pop(page) for page in gone]
+        if wanted:
+            pages |= {page: self._free.pop() for page in wanted}
+            places = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
+            self.table[request, wanted[0] : wanted[-1] + 1] = places.to(self.device)
 
     def of(self, request: int) -> KVCache:
         """Returns the cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
@@ -192,7 +189,7 @@ class KVCache:
         self.advance(grown, num_tokens)
         if begun.start is not None:
             for request in grown:
-                self.release(request)
+                self._give_pages(request)
 
     def prepare_step(self) -> int:
         """Reserves room and prepares tables for one more position of every active request. Returns the generation of the tables; a CUDA
@@ -219,7 +216,7 @@ class KVCache:
                 f"request {request} has {length} positions, {num_tokens} more are requested, "
                 f"and max_length is {self.max_length}; make a cache with a larger max_length"
             )
-        self.reserve(request, length + num_tokens)
+        self._give_pages(request, length + num_tokens)
 
     def advance(self, requests: Sequence[int] | None = None, by: int = 1) -> None:
         """Increases the lengths of some requests, which become active, or of all active ones; ``by`` is not negative."""
@@ -243,7 +240,7 @@ class KVCache:
         its token, as that of a finished one."""
         self.lengths[self._checked(request)] = 0
         self.finish(request)
-        self.release(request)
+        self._give_pages(request)
         self._open.discard(request)
 
     @property

@@ -56,10 +56,10 @@ class Vocabulary:
         return self._encode(raw)
 
     def _encode(self, raw: bytes) -> torch.Tensor:
-        # each byte has its token, else the token of its upper case, else the last token, N
-        numbers = {letter: number for number, letter in enumerate(self.letters)}
-        table = bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(self) - 1)) for x in range(256))
-        raw = raw.translate(table, _WHITESPACE if self.unit == "base" else b"")
+        if self.unit == "base":
+            raw = raw.upper().translate(None, _WHITESPACE)
+        # −1 for a letter that is none becomes the last token, N
+        raw = raw.translate(bytes(self.letters.find(x) % len(self) for x in range(256)))
         # torch refuses an empty buffer
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.int64)
 
@@ -87,14 +87,13 @@ def _warn_of_other_letters(parts: list[bytes], what: str) -> None:
     """Warns if more than a tenth of the letters are not in BASES, as in a protein; a genome may have a few others. ``what``: their source,
     for the message."""
     letters = sum(len(part.translate(None, _WHITESPACE)) for part in parts)
-    others = [part.translate(None, _WHITESPACE + BASES.letters + BASES.letters.lower()).upper() for part in parts]
-    count = sum(map(len, others))
+    others = Counter(b"".join(part.upper().translate(None, _WHITESPACE + BASES.letters) for part in parts))
+    count = others.total()
     if 10 * count <= letters:
         return
-    frequent = sum((Counter(part) for part in others), Counter[int]()).most_common(3)
     warnings.warn(
         f"{count:,} of {letters:,} letters ({count / letters:.0%}) in {what} are none of A, C, G, T and N, most often "
-        f"{', '.join(chr(letter) for letter, _ in frequent)}, and are read as N; expected DNA: no protein, and T where RNA has U",
+        f"{', '.join(chr(letter) for letter, _ in others.most_common(3))}, and are read as N; expected DNA: no protein, and T where RNA has U",
         stacklevel=3,
     )
 
