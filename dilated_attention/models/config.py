@@ -40,14 +40,8 @@ _ONLY_WITH = {
 } | dict.fromkeys(("segment_lengths", "dilation_rates", "head_offsets", "tail", "mixture_grad"), ("attention", ("dilated",)))
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 T = TypeVar("T", int, float)
-
-
-def as_size(name: str, value: Any) -> int:
-    """Checks a count that determines tensor shapes: the product of two such counts is below 2**63, which torch can represent."""
-    number = as_int(name, value, minimum=1)
-    if number >= 2**31:
-        raise ValueError(f"{name} is {number}; expected an integer below 2**31")
-    return number
+# of a count that determines tensor shapes: the product of two such counts is below 2**63, which torch can represent
+as_size = partial(as_int, minimum=1, maximum=2**31 - 1)
 
 
 class ModelConfig:

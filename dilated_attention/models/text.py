@@ -93,7 +93,8 @@ def _warn_of_other_letters(parts: list[bytes], what: str) -> None:
         return
     warnings.warn(
         f"{count:,} of {letters:,} letters ({count / letters:.0%}) in {what} are none of A, C, G, T and N, most often "
-        f"{', '.join(chr(letter) for letter, _ in others.most_common(3))}, and are read as N; expected DNA: no protein, and T where RNA has U",
+        f"{', '.join(chr(letter) for letter, _ in others.most_common(3))}, and are read as N; expected DNA: no protein, and T where RNA "
+        "has U",
         stacklevel=3,
     )
 

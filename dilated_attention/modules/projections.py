@@ -17,7 +17,7 @@ from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.core import Attention
 from dilated_attention.modules.options import DEFAULTS, LocalLayerArguments, ProjectionOptions, RingLayerArguments
-from dilated_attention.modules.rotary import Table, check_xpos_length, document_ends, rotary_table, rotate, xpos_tables
+from dilated_attention.modules.rotary import Table, rotary_tables, rotate
 from dilated_attention.pattern.checks import as_int
 
 
@@ -175,15 +175,7 @@ class MultiheadAttention(nn.Module):
                 # compiled code may compute the tables again in the backward
                 cu_seqlens = own_bounds(cu_seqlens, eager=False, on_host=False)
             cu_seqlens = cu_seqlens.to(positions.device)
-        if self.xpos_scale_base is not None:
-            check_xpos_length(cu_seqlens, seq_len, self.xpos_scale_base, dtype)
-        start, end = (0, seq_len) if cu_seqlens is None else document_ends(cu_seqlens, positions)
-        table = rotary_table(positions - start, self.head_dim, self.rotary_base, dtype)
-        if self.xpos_scale_base is None:
-            return table, table
-        # scaled by their distance from the middle
-        centred = positions - start - (end - start + 1) // 2
-        return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
+        return rotary_tables(positions, cu_seqlens, seq_len, self.head_dim, self.rotary_base, self.xpos_scale_base, dtype)
 
     def attend_cached(self, x: torch.Tensor, cache_pass: Any, layer: int) -> torch.Tensor:
         """Returns a layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache, in whose

@@ -300,9 +300,7 @@ def _step_seconds(run: ModelRun, problems: tuple[Problem, ...], flops: float) ->
     return attention + linear + traffic, source, ""
 
 
-def _decode_seconds(
-    stack: LongNetConfig, problems: tuple[Problem, ...], cache_size: int, weight_bytes: int
-) -> tuple[float | None, str]:
+def _decode_seconds(stack: LongNetConfig, problems: tuple[Problem, ...], cache_size: int, weight_bytes: int) -> tuple[float | None, str]:
     """Returns (seconds of a step that adds one token to each of B sequences of N positions, what they are based on).
 
     ``cache_size``: bytes of all cached keys and values, the most that can be read.
