@@ -193,7 +193,7 @@ class LongNetStack(nn.Module):
             seq_len = None
         elif seq_len is None:
             seq_len = self.ring.whole_length(x.shape[1])
-        states, recomputes = [x], self.checkpoint_activations and torch.is_grad_enabled()
+        states, recomputes = [x], self.checkpoint_activations and torch.is_grad_enabled() and cache is None
         blocks: Any = self.blocks
         if cu_seqlens is not None and (recomputes or torch.compiler.is_compiling()):
             # recomputed blocks and compiled code read the bounds again in the backward, when the caller may have filled them anew
@@ -206,13 +206,9 @@ class LongNetStack(nn.Module):
                 for block in (blocks[0], blocks[-1]):
                     if is_lean(block, Block):
                         block.compile_ahead(x)
+        same: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "cache": cache}
         for block in blocks:
-            if cache is not None:
-                x = block(x, cache=cache)
-            elif recomputes:
-                x = checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False)
-            else:
-                x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
+            x = checkpoint(block, x, use_reentrant=False, **same) if recomputes else block(x, **same)
             if all_layers:
                 states.append(x)
         x = x if self.norm is None else self.norm(x)

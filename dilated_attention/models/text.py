@@ -209,7 +209,7 @@ class KmerEmbedding(nn.Module):
 
     def __init__(self, k: int, embed_dim: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.k = k
+        self.k, self.num_embeddings = k, NUM_BASES**k
         first, *others = (nn.Embedding(NUM_BASES**j, embed_dim, device=device, dtype=dtype) for j in range(1, k + 1))
         nn.init.normal_(first.weight, std=embed_dim**-0.5)
         for table in others:
@@ -218,11 +218,6 @@ class KmerEmbedding(nn.Module):
         self.tables = nn.ModuleList((first, *others))
         # until ``check_ids`` has read codes for this embedding
         self.is_new = True
-
-    @property
-    def num_embeddings(self) -> int:
-        """The number of codes, 5^k."""
-        return int(NUM_BASES**self.k)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         embedded = sum(table(codes % NUM_BASES**j) for j, table in enumerate(self.tables, 1))
