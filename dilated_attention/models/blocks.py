@@ -138,11 +138,10 @@ def make_attention(config: LongNetConfig, *, backend: str, ring: RingSettings | 
     else:
         shape["pattern"] = pattern
         kinds = MultiheadBlockSparseAttention, RingMultiheadBlockSparseAttention
-        ways = [where.pop(name, usual) for name, usual in (("exchange", "auto"), ("ranks_per_node", None))]
-        if ways != ["auto", None]:
+        if ring is not None and (ring.exchange, ring.ranks_per_node) != ("auto", None):
             raise ValueError(
-                f"exchange is {ways[0]!r} and ranks_per_node is {ways[1]}; block-sparse rings send single blocks from process to process "
-                "and have neither: leave them out"
+                f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from "
+                "process to process and have neither: leave them out"
             )
     made: MultiheadAttention = kinds[ring is not None](**shape, **where, **{name: getattr(config, name) for name in same})
     return made

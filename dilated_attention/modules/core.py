@@ -275,8 +275,7 @@ class RingModule(Attention):
         """
         ring = self.ring.arguments()
         if self._blocks is not None:
-            # keys of blocks are exchanged in one way, so this function takes no ``exchange``
-            ring = {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}
+            ring["head_steps"] = self.head_steps
         return self.function(query, key, value, **self._arguments(query), **ring, return_lse=return_lse, **options)
 
     def forward_unsharded(
