@@ -186,7 +186,8 @@ class Block(nn.Module):
         self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: CachePass | None = None
     ) -> torch.Tensor:
         if cache is not None:
-            attended = self.attention.attend_cached(self.attention_norm(x), cache, self.depth)
+            attention, normed = self.attention, self.attention_norm(x)
+            attended = attention.combine(cache.attend(self.depth, *attention.project(normed, normed, normed), attention.attention))
         else:
             if seq_len is None and (y := self._fused(x, cu_seqlens)) is not None:
                 return y

@@ -21,16 +21,13 @@ from dilated_attention.engine.decode.keys import Cached, RowKeys, Runs, WindowKe
 from dilated_attention.functional.arguments import autocast
 from dilated_attention.models.config import LongNetConfig, as_config, as_size
 from dilated_attention.models.summary import readable
-from dilated_attention.modules.rotary import Table, rotate
+from dilated_attention.modules.rotary import rotary_tables, rotate
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.validation import DTYPES
 
 if TYPE_CHECKING:
     from dilated_attention.modules.core import Attention
-    from dilated_attention.modules.projections import MultiheadAttention
 
-# (rotation table of queries, rotation table of keys)
-Tables = tuple[Table, Table]
 # the host keeps a length of each
 MAX_REQUESTS = 2**20
 
@@ -345,14 +342,21 @@ class CachePass:
 
     def __init__(self, cache: KVCache, count: int, start: int | None) -> None:
         self.cache, self.count, self.start, self.is_over = cache, count, start, False
-        self._rotation: Any = None
         if start is not None:
             self.requests, self.positions = cache._chosen, self._range(start, start + count)
             # keys in between that no row needs are zeros
             self.before = {keys: keys.before(start) for keys in cache.row_keys}
-            return
-        self.requests, self.positions = range(cache.num_requests), cache.positions
-        self.runs = {keys: self._runs(keys) for keys in dict.fromkeys(cache.row_keys)}
+        else:
+            self.requests, self.positions = range(cache.num_requests), cache.positions
+            self.runs = {keys: self._runs(keys) for keys in dict.fromkeys(cache.row_keys)}
+        # (queries' table, keys' table) of the new positions, with which queries and keys are rotated
+        self.tables: Any = None
+        config = cache.config
+        if config.positions != "none":
+            base = config.xpos_scale_base if config.positions == "xpos" else None
+            tables = rotary_tables(self.positions, None, cache.max_length, config.head_dim, config.rotary_base, base, cache.dtype)
+            # in a step each batch entry has its own position
+            self.tables = tables if start is not None else [[x[:, None] for x in table] for table in tables]
 
     def _runs(self, keys: RowKeys) -> Runs:
         runs = keys.runs(self.positions)
@@ -362,20 +366,9 @@ class CachePass:
             return replace(runs, dense=(self.positions + 1).clamp(max=keys.max_keys).to(torch.int32))
         return runs
 
-    def rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
-        """Returns (queries' table, keys' table) of the new positions, made once for all layers, which are alike."""
-        if self._rotation is None:
-            self._rotation = module.rotation(self.positions, None, self.cache.max_length, dtype)
-            if self.start is None:
-                # each batch entry has its own position
-                self._rotation = [[x[:, None] for x in table] for table in self._rotation]
-        return self._rotation
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
-    ) -> torch.Tensor:
-        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache. ``tables``: those of
-        ``rotation``, with which queries and keys still have to be rotated, or None; ``attention``: the layer's module, for chunks."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, not yet rotated, and adds k and v (B, n, K, D) to the cache.
+        ``attention``: the layer's module."""
         cache, expected = self.cache, (len(self.requests), self.count)
         if self.is_over or tuple(k.shape[:2]) != expected:
             which = "has ended" if self.is_over else f"was begun for {expected}"
@@ -390,10 +383,10 @@ class CachePass:
         if self.start is None and dispatch.has_kernels(k):
             from dilated_attention.engine.decode.triton import rotate_and_append
 
-            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, tables)
+            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, self.tables)
         else:
-            if tables is not None:
-                q, k = rotate(q, tables[0]), rotate(k, tables[1])
+            if self.tables is not None:
+                q, k = rotate(q, self.tables[0]), rotate(k, self.tables[1])
             if self.start is not None:
                 return self._attend_chunk(q, k, v, cached, self.start, attention, keys)
             cached.write(self.positions[:, None], k, v)
