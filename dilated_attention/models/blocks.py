@@ -192,11 +192,10 @@ class Block(nn.Module):
             if seq_len is None and (y := self._fused(x, cu_seqlens)) is not None:
                 return y
             spread = {} if seq_len is None else {"seq_len": seq_len}
-            x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
-            attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
+            options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, **spread}
+            attended, _ = _after_norm(self.attention, self.attention_norm, x, **options)
         x = self._add(x, attended, cu_seqlens, seq_len)
-        x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
-        return self._add(x, self.ffn(x_in, **norm), cu_seqlens, seq_len)
+        return self._add(x, _after_norm(self.ffn, self.ffn_norm, x), cu_seqlens, seq_len)
 
     def _steps(self) -> list[Step]:
         attention, ffn = self.attention, self.ffn
@@ -244,7 +243,6 @@ class Block(nn.Module):
         return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens, seq_len))
 
 
-def _norm_inside(x: torch.Tensor, norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, dict[str, nn.Module]]:
-    """Returns (input of a layer, keywords): x and the norm for a layer of this library, which applies it itself; norm(x) for a replaced or
-    hooked one."""
-    return (x, {"input_norm": norm}) if is_lean(layer, *_LAYERS) else (norm(x), {})
+def _after_norm(layer: nn.Module, norm: nn.Module, x: torch.Tensor, **options: Any) -> Any:
+    """layer(norm(x)); a layer of this library applies the norm itself, but not a replaced or hooked one."""
+    return layer(x, input_norm=norm, **options) if is_lean(layer, *_LAYERS) else layer(norm(x), **options)
