@@ -16,7 +16,7 @@ from dilated_attention.functional.fused_layers import linear_layers
 from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.core import Attention
-from dilated_attention.modules.options import DEFAULTS, LocalLayerArguments, ProjectionOptions, RingLayerArguments
+from dilated_attention.modules.options import DEFAULTS, LocalArguments, ProjectionOptions, RingArguments
 from dilated_attention.modules.rotary import rotary_tables, rotate
 from dilated_attention.pattern.checks import as_int
 
@@ -118,16 +118,18 @@ class MultiheadAttention(nn.Module):
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
-    def _computed(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[torch.Tensor, None]:
-        """Computes a call in nn.MultiheadAttention's form; ``options`` are those of ``forward``."""
-        if check.check_bool("need_weights", options.pop("need_weights", False)):
+    def _computed(
+        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: None, input_norm: nn.Module | None, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, None]:
+        """Computes a call in nn.MultiheadAttention's form; ``options`` are those of the attention."""
+        if check.check_bool("need_weights", need_weights):
             raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
-        if options.pop("attn_mask", None) is not None:
+        if attn_mask is not None:
             raise ValueError(
                 "attn_mask is given; the pattern says what attends to what: use is_causal=True or key_padding_mask, and attn_mask=None"
             )
         key = query if key is None else key
-        q, k, v = self.project(query, key, key if value is None else value, options.pop("input_norm", None))
+        q, k, v = self.project(query, key, key if value is None else value, input_norm)
         options["key_padding_mask"] = _as_bool(options.get("key_padding_mask"))
         q, k = self._rotated(q, k, options)
         return self.combine(self.attention(q, k, v, **options)), None
@@ -224,8 +226,8 @@ class LocalMultihead(MultiheadAttention):
 
     @shows_options
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None,
-        **options: Unpack[LocalLayerArguments],
+        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, *, need_weights: bool = False,
+        attn_mask: None = None, input_norm: nn.Module | None = None, **options: Unpack[LocalArguments],
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Computes the attention.
 
@@ -247,7 +249,7 @@ class LocalMultihead(MultiheadAttention):
             ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        return self._computed(query, key, value, {**options})
+        return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})
 
     @torch.no_grad()
     def attention_map(self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, **options: Any) -> torch.Tensor:
@@ -288,8 +290,8 @@ class RingMultihead(MultiheadAttention):
 
     @shows_options
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None,
-        **options: Unpack[RingLayerArguments],
+        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, *, need_weights: bool = False,
+        attn_mask: None = None, input_norm: nn.Module | None = None, **options: Unpack[RingArguments],
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Computes the attention.
 
@@ -310,4 +312,4 @@ class RingMultihead(MultiheadAttention):
             ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
         """
-        return self._computed(query, key, value, {**options})
+        return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})
