@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -406,8 +407,11 @@ class CachePass:
                 parts = cached.read(self._range(low, high).expand(k.shape[0], -1))
                 for whole, part in zip(both, parts, strict=True):
                     whole[:, place : place + high - low] = part
-        # a ring layer provides its single-process attention; a model shared between processes has been refused
-        out: torch.Tensor = getattr(attention, "forward_unsharded", attention)(q, *both, is_causal=True, query_offset=before)
+        run: Any = attention
+        if unsharded := getattr(attention, "unsharded", None):
+            # a ring's layer on one process; a model shared between processes has been refused
+            run = functools.partial(unsharded, **attention._arguments(q))
+        out: torch.Tensor = run(q, *both, is_causal=True, query_offset=before)
         # where slots are reused, the last positions are stored and the fixed ones
         kept = [(start, end)]
         if cached.wraps:
