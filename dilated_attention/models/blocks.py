@@ -138,11 +138,10 @@ def make_attention(config: LongNetConfig, *, backend: str, ring: RingSettings | 
     else:
         shape["pattern"] = pattern
         kinds = MultiheadBlockSparseAttention, RingMultiheadBlockSparseAttention
-        ways = [where.pop(name, usual) for name, usual in (("exchange", "auto"), ("ranks_per_node", None))]
-        if ways != ["auto", None]:
+        if ring is not None and (ring.exchange, ring.ranks_per_node) != ("auto", None):
             raise ValueError(
-                f"exchange is {ways[0]!r} and ranks_per_node is {ways[1]}; block-sparse rings send single blocks from process to process "
-                "and have neither: leave them out"
+                f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from "
+                "process to process and have neither: leave them out"
             )
     made: MultiheadAttention = kinds[ring is not None](**shape, **where, **{name: getattr(config, name) for name in same})
     return made
@@ -187,16 +186,16 @@ class Block(nn.Module):
         self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: CachePass | None = None
     ) -> torch.Tensor:
         if cache is not None:
-            attended = self.attention.attend_cached(self.attention_norm(x), cache, self.depth)
+            attention, normed = self.attention, self.attention_norm(x)
+            attended = attention.combine(cache.attend(self.depth, *attention.project(normed, normed, normed), attention.attention))
         else:
             if seq_len is None and (y := self._fused(x, cu_seqlens)) is not None:
                 return y
             spread = {} if seq_len is None else {"seq_len": seq_len}
-            x_in, norm = _norm_inside(x, self.attention_norm, self.attention)
-            attended, _ = self.attention(x_in, is_causal=self.is_causal, cu_seqlens=cu_seqlens, **norm, **spread)
+            options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, **spread}
+            attended, _ = _after_norm(self.attention, self.attention_norm, x, **options)
         x = self._add(x, attended, cu_seqlens, seq_len)
-        x_in, norm = _norm_inside(x, self.ffn_norm, self.ffn)
-        return self._add(x, self.ffn(x_in, **norm), cu_seqlens, seq_len)
+        return self._add(x, _after_norm(self.ffn, self.ffn_norm, x), cu_seqlens, seq_len)
 
     def _steps(self) -> list[Step]:
         attention, ffn = self.attention, self.ffn
@@ -244,7 +243,6 @@ class Block(nn.Module):
         return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens, seq_len))
 
 
-def _norm_inside(x: torch.Tensor, norm: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, dict[str, nn.Module]]:
-    """Returns (input of a layer, keywords): x and the norm for a layer of this library, which applies it itself; norm(x) for a replaced or
-    hooked one."""
-    return (x, {"input_norm": norm}) if is_lean(layer, *_LAYERS) else (norm(x), {})
+def _after_norm(layer: nn.Module, norm: nn.Module, x: torch.Tensor, **options: Any) -> Any:
+    """layer(norm(x)); a layer of this library applies the norm itself, but not a replaced or hooked one."""
+    return layer(x, input_norm=norm, **options) if is_lean(layer, *_LAYERS) else layer(norm(x), **options)

@@ -40,20 +40,8 @@ _ONLY_WITH = {
 } | dict.fromkeys(("segment_lengths", "dilation_rates", "head_offsets", "tail", "mixture_grad"), ("attention", ("dilated",)))
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 T = TypeVar("T", int, float)
-
-
-def as_size(name: str, value: Any) -> int:
-    """Checks a count that determines tensor shapes: the product of two such counts is below 2**63, which torch can represent."""
-    number = as_int(name, value, minimum=1)
-    if number >= 2**31:
-        raise ValueError(f"{name} is {number}; expected an integer below 2**31")
-    return number
-
-
-def sum_over_layers(figures: Sequence[T], num_layers: int) -> T:
-    """Returns the sum of figures that layers take in turn."""
-    total: Any = sum(figure * len(range(i, num_layers, len(figures))) for i, figure in enumerate(figures))
-    return total  # type: ignore[no-any-return]
+# of a count that determines tensor shapes: the product of two such counts is below 2**63, which torch can represent
+as_size = partial(as_int, minimum=1, maximum=2**31 - 1)
 
 
 class ModelConfig:
@@ -315,9 +303,10 @@ class LongNetConfig(ModelConfig):
         """The patterns of ``cycle``."""
         return tuple(one.pattern for one in self.cycle)
 
-    def sum_of_layers(self, figure: Callable[[LongNetConfig], T]) -> T:
-        """Returns the sum of a figure over all layers, computed once for those that are alike."""
-        return sum_over_layers([figure(one) for one in self.cycle], self.num_layers)
+    def sum_over_layers(self, figures: Sequence[T]) -> T:
+        """Returns the sum over all layers of a figure of each configuration in ``cycle``."""
+        total: Any = sum(figure * len(range(i, self.num_layers, len(figures))) for i, figure in enumerate(figures))
+        return total  # type: ignore[no-any-return]
 
     @property
     def is_ring(self) -> bool:

@@ -148,10 +148,11 @@ def evaluate(
             nats = torch.cat([cross_entropy(x, weight, wanted, reduction="none") for x, wanted in chunks]).double()
             # floor(log2(number of inputs that a target sees)); without causality this is not the number, and its sums are dropped below
             power = torch.frexp(torch.arange(1, len(inputs) + 1, device=device).double())[1].long() - 1
-            sums += torch.stack([torch.bincount(power, x.double(), context.bit_length()) for x in (nats, targets != _NOT_SCORED)])
+            both = torch.stack((nats, targets != _NOT_SCORED))
+            sums.index_add_(1, power, both)
             # nats[i] are those of the target at first + shift + i
             counted = slice(scored_start - first - shift, scored_end - first - shift)
-            total += torch.stack([nats[counted].sum(), (targets[counted] != _NOT_SCORED).sum()])
+            total += both[:, counted].sum(1)
     nats_in_all, count = total.tolist()
     seconds = time.perf_counter() - start
     if not count:

@@ -199,12 +199,12 @@ def generate(
 
     For arguments, results and errors see ``LongNetLM.generate``.
     """
-    rows, max_new_tokens, stop_token = _checked(model, rows_of("generate", prompts, options), max_new_tokens, stop_token)
-    if max_new_tokens == 0 or not rows:
-        return prompts
+    unpadded = rows_of("generate", prompts, options)
     # nothing waits for the device before the end: the draws of all steps are checked together
-    steps = _steps(model, rows, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=False)
-    new = torch.cat(list(steps), 1)
+    rows, steps = _begun(model, unpadded, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=False)
+    if not (drawn := list(steps)):
+        return prompts
+    new = torch.cat(drawn, 1)
     if isinstance(prompts, torch.Tensor):
         return torch.cat([prompts, new.to(prompts.dtype)], 1)
     # of each up to the first that ends it; bases of codes
@@ -236,10 +236,8 @@ def generate_stream(
     >>> for token in generate_stream(model, prompt, 100, sampling=sampling):
     ...     print(BYTES.decode(token[0]), end="", flush=True)
     """
-    rows, max_new_tokens, stop_token = _checked(model, rows_of("generate_stream", prompts, options), max_new_tokens, stop_token)
-    if max_new_tokens == 0 or not rows:
-        return iter(())
-    return _steps(model, rows, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=True)
+    prompts = rows_of("generate_stream", prompts, options)
+    return _begun(model, prompts, max_new_tokens, sampling, stop_token, prefill_chunk, cuda_graph, waits=True)[1]
 
 
 @contextlib.contextmanager
@@ -254,10 +252,9 @@ def eval_mode(model: LanguageModel) -> Iterator[None]:
             module.training = True
 
 
-@torch.no_grad()
-def _steps(
+def _begun(
     model: LanguageModel,
-    rows: list[torch.Tensor],
+    prompts: Any,
     max_new_tokens: int,
     sampling: Sampling | None,
     stop_token: int | None,
@@ -265,70 +262,10 @@ def _steps(
     cuda_graph: bool,
     *,
     waits: bool,
-) -> Iterator[torch.Tensor]:
-    """Yields the drawn tokens as input, (B, 1) of each step, at most max_new_tokens; a request that has ended gets ``stop_token`` again.
-    ``waits``: check at each step that logits are finite, not only at the first and the last."""
-    with eval_mode(model):
-        weight = model.output_weight
-        lengths = [len(row) for row in rows]
-        place: dict[str, Any] = {"device": weight.device, "dtype": compute_dtype(weight, weight)}
-        longest = max(lengths) + max_new_tokens
-        if len(set(lengths)) == 1:
-            cache = KVCache(model.config, len(rows), longest, **place)
-            logits = prefill(model, torch.stack(rows), cache, chunk=prefill_chunk)
-        else:
-            cache = PagedKVCache(model.config, len(rows), longest, chunk=prefill_chunk, **place)
-            logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
-        step = Stepper(model, cache, cuda_graph=cuda_graph)
-        sampling, count = sampling or Sampling(), 0
-        unchecked: list[torch.Tensor] = []
-        ended = torch.zeros(len(rows), 1, dtype=torch.bool, device=weight.device)
-        # of a k-mer model codes, from which the next codes follow
-        last = torch.stack([row[-1:] for row in rows])
-        while True:
-            token, highest = sampling.pick(logits)
-            count += 1
-            # the tokens of requests that have ended are not read
-            unchecked.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
-            if stop_token is not None:
-                token = token.masked_fill(ended, stop_token)
-                ended = token == stop_token
-                # the host has to know whether to continue; without a stop token no step waits for the device
-                for request in ended[:, 0].nonzero()[:, 0].tolist():
-                    if cache.active[request]:
-                        cache.finish(request)
-            last = token + NUM_BASES * (last % NUM_BASES ** (model.config.kmer - 1)) if model.config.kmer > 1 else token
-            is_last = count == max_new_tokens or not any(cache.active)
-            # NaN weights are told of at once
-            if waits or is_last or count == 1 or weight.device.type == "cpu":
-                _check_finite(model, unchecked, count - len(unchecked))
-                unchecked = []
-            yield last
-            if is_last:
-                return
-            logits = step(last)
-
-
-def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int) -> None:
-    """Raises ValueError if the highest logits (B, 1) of any step are not finite; waits for the device. ``before``: how many new tokens came
-    before the first of these steps."""
-    # (steps, requests)
-    wrong = ~torch.stack(highest)[..., 0].isfinite()
-    if not bool(wrong.any()):
-        return
-    place, row = wrong.nonzero()[0].tolist()
-    spoilt = next((name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())), None)
-    cause = f"its parameter {spoilt} holds NaN or inf: load weights that do not"
-    if spoilt is None:
-        cause = f"none of its parameters is NaN or inf, so numbers overflow in {model.output_weight.dtype}: try bfloat16 or float32"
-    raise ValueError(
-        f"model gives logits whose highest is {float(highest[place][row])} (prompt {row}, {before + place} new tokens); expected finite "
-        f"numbers, and {cause}"
-    )
-
-
-def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token: Any) -> tuple[list[torch.Tensor], int, int | None]:
-    """Checks arguments of ``generate``; returns the prompts as rows, the number of new tokens, and the stop token."""
+) -> tuple[list[torch.Tensor], Iterator[torch.Tensor]]:
+    """Checks the arguments of ``generate``. Returns the prompts as rows, and an iterator over the drawn tokens as input, (B, 1) of each
+    step, at most max_new_tokens; a request that has ended gets ``stop_token`` again. ``waits``: check at each step that logits are finite,
+    not only at the first and the last."""
     if not model.config.is_causal:
         raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
     if model.ring is not None and model.ring.group_name:
@@ -352,4 +289,67 @@ def _checked(model: LanguageModel, prompts: Any, max_new_tokens: Any, stop_token
     stop_token = None if stop_token is None else as_int("stop_token", stop_token, minimum=0)
     if stop_token is not None and stop_token >= model.config.vocab_size:
         raise ValueError(f"stop_token is {stop_token}; expected a token below vocab_size = {model.config.vocab_size}")
-    return rows, max_new_tokens, stop_token
+    if max_new_tokens == 0 or not rows:
+        return rows, iter(())
+
+    @torch.no_grad()
+    def steps() -> Iterator[torch.Tensor]:
+        with eval_mode(model):
+            weight = model.output_weight
+            lengths = [len(row) for row in rows]
+            place: dict[str, Any] = {"device": weight.device, "dtype": compute_dtype(weight, weight)}
+            longest = max(lengths) + max_new_tokens
+            if len(set(lengths)) == 1:
+                cache = KVCache(model.config, len(rows), longest, **place)
+                logits = prefill(model, torch.stack(rows), cache, chunk=prefill_chunk)
+            else:
+                cache = PagedKVCache(model.config, len(rows), longest, chunk=prefill_chunk, **place)
+                logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
+            step = Stepper(model, cache, cuda_graph=cuda_graph)
+            count, sampler = 0, sampling or Sampling()
+            unchecked: list[torch.Tensor] = []
+            ended = torch.zeros(len(rows), 1, dtype=torch.bool, device=weight.device)
+            # of a k-mer model codes, from which the next codes follow
+            last = torch.stack([row[-1:] for row in rows])
+            while True:
+                token, highest = sampler.pick(logits)
+                count += 1
+                # the tokens of requests that have ended are not read
+                unchecked.append(highest if stop_token is None else highest.masked_fill(ended, 0.0))
+                if stop_token is not None:
+                    token = token.masked_fill(ended, stop_token)
+                    ended = token == stop_token
+                    # the host has to know whether to continue; without a stop token no step waits for the device
+                    for request in ended[:, 0].nonzero()[:, 0].tolist():
+                        if cache.active[request]:
+                            cache.finish(request)
+                last = token + NUM_BASES * (last % NUM_BASES ** (model.config.kmer - 1)) if model.config.kmer > 1 else token
+                is_last = count == max_new_tokens or not any(cache.active)
+                # NaN weights are told of at once
+                if waits or is_last or count == 1 or weight.device.type == "cpu":
+                    _check_finite(model, unchecked, count - len(unchecked))
+                    unchecked = []
+                yield last
+                if is_last:
+                    return
+                logits = step(last)
+
+    return rows, steps()
+
+
+def _check_finite(model: LanguageModel, highest: list[torch.Tensor], before: int) -> None:
+    """Raises ValueError if the highest logits (B, 1) of any step are not finite; waits for the device. ``before``: how many new tokens came
+    before the first of these steps."""
+    # (steps, requests)
+    wrong = ~torch.stack(highest)[..., 0].isfinite()
+    if not bool(wrong.any()):
+        return
+    place, row = wrong.nonzero()[0].tolist()
+    spoilt = next((name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())), None)
+    cause = f"its parameter {spoilt} holds NaN or inf: load weights that do not"
+    if spoilt is None:
+        cause = f"none of its parameters is NaN or inf, so numbers overflow in {model.output_weight.dtype}: try bfloat16 or float32"
+    raise ValueError(
+        f"model gives logits whose highest is {float(highest[place][row])} (prompt {row}, {before + place} new tokens); expected finite "
+        f"numbers, and {cause}"
+    )

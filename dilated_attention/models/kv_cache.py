@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,16 +22,13 @@ from dilated_attention.engine.decode.keys import Cached, RowKeys, Runs, WindowKe
 from dilated_attention.functional.arguments import autocast
 from dilated_attention.models.config import LongNetConfig, as_config, as_size
 from dilated_attention.models.summary import readable
-from dilated_attention.modules.rotary import Table, rotate
+from dilated_attention.modules.rotary import rotary_tables, rotate
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.validation import DTYPES
 
 if TYPE_CHECKING:
     from dilated_attention.modules.core import Attention
-    from dilated_attention.modules.projections import MultiheadAttention
 
-# (rotation table of queries, rotation table of keys)
-Tables = tuple[Table, Table]
 # the host keeps a length of each
 MAX_REQUESTS = 2**20
 
@@ -125,34 +123,31 @@ class KVCache:
             return Cached(keys, values, self.table[some])
         return Cached(keys[some], values[some], wraps=self.wraps(needed), fixed=needed.fixed)
 
-    def reserve(self, request: int, length: int) -> None:
-        """Assigns pages to positions below ``length``, where slots come from a pool of them."""
+    def _give_pages(self, request: int, length: int = 0) -> None:
+        """Where slots come from a pool of pages: takes back those that no future row of this request can read, and gives it those of new
+        positions below ``length``."""
         if self.table is None:
             return
-        pages = self._pages[request]
-        span = range(self.lengths[request] // self.page_size, -(-length // self.page_size))
-        if all(page in pages for page in span):
+        pages, held = self._pages[request], self.lengths[request]
+        span = range(held // self.page_size, -(-length // self.page_size))
+        if span and all(page in pages for page in span):
             return
-        self.release(request)
+        needed = {stretch for keys in self.row_keys for stretch in keys.needed(held)}
+        gone = pages.keys() - {page for low, high in needed for page in range(low // self.page_size, -(-high // self.page_size))}
+        if gone:
+            # a finished request still writes, and must not write into a page that belongs to another request by then
+            self.table[request, list(gone)] = 0
+            self._free += [pages.pop(page) for page in gone]
         wanted = [page for page in span if page not in pages]
         if len(wanted) > len(self._free):
             raise RuntimeError(
                 f"request {request} needs {len(wanted)} more pages of {self.page_size} positions "
                 f"and {len(self._free)} of {self.num_pages} are free; free a request, or make a cache with more pages"
             )
-        pages |= {page: self._free.pop() for page in wanted}
-        places = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
-        self.table[request, wanted[0] : wanted[-1] + 1] = places.to(self.device)
-
-    def release(self, request: int) -> None:
-        """Takes back the pages that no future row of this request can read: after each chunk, and whenever ``reserve`` assigns pages."""
-        pages = self._pages[request]
-        needed = {stretch for keys in self.row_keys for stretch in keys.needed(self.lengths[request]) if pages}
-        gone = pages.keys() - {page for low, high in needed for page in range(low // self.page_size, -(-high // self.page_size))}
-        if self.table is not None and gone:
-            # a finished request still writes, and must not write into a page that belongs to another request by then
-            self.table[request, list(gone)] = 0
-            self._free += [pages.pop(page) for page in gone]
+        if wanted:
+            pages |= {page: self._free.pop() for page in wanted}
+            places = torch.tensor([pages[page] for page in wanted], dtype=torch.int32)
+            self.table[request, wanted[0] : wanted[-1] + 1] = places.to(self.device)
 
     def of(self, request: int) -> KVCache:
         """Returns the cache of one request, to prefill it: ``model(tokens[None], cache=cache.of(i))``."""
@@ -192,7 +187,7 @@ class KVCache:
         self.advance(grown, num_tokens)
         if begun.start is not None:
             for request in grown:
-                self.release(request)
+                self._give_pages(request)
 
     def prepare_step(self) -> int:
         """Reserves room and prepares tables for one more position of every active request. Returns the generation of the tables; a CUDA
@@ -219,7 +214,7 @@ class KVCache:
                 f"request {request} has {length} positions, {num_tokens} more are requested, "
                 f"and max_length is {self.max_length}; make a cache with a larger max_length"
             )
-        self.reserve(request, length + num_tokens)
+        self._give_pages(request, length + num_tokens)
 
     def advance(self, requests: Sequence[int] | None = None, by: int = 1) -> None:
         """Increases the lengths of some requests, which become active, or of all active ones; ``by`` is not negative."""
@@ -243,7 +238,7 @@ class KVCache:
         its token, as that of a finished one."""
         self.lengths[self._checked(request)] = 0
         self.finish(request)
-        self.release(request)
+        self._give_pages(request)
         self._open.discard(request)
 
     @property
@@ -348,14 +343,21 @@ class CachePass:
 
     def __init__(self, cache: KVCache, count: int, start: int | None) -> None:
         self.cache, self.count, self.start, self.is_over = cache, count, start, False
-        self._rotation: Any = None
         if start is not None:
             self.requests, self.positions = cache._chosen, self._range(start, start + count)
             # keys in between that no row needs are zeros
             self.before = {keys: keys.before(start) for keys in cache.row_keys}
-            return
-        self.requests, self.positions = range(cache.num_requests), cache.positions
-        self.runs = {keys: self._runs(keys) for keys in dict.fromkeys(cache.row_keys)}
+        else:
+            self.requests, self.positions = range(cache.num_requests), cache.positions
+            self.runs = {keys: self._runs(keys) for keys in dict.fromkeys(cache.row_keys)}
+        # (queries' table, keys' table) of the new positions, with which queries and keys are rotated
+        self.tables: Any = None
+        config = cache.config
+        if config.positions != "none":
+            base = config.xpos_scale_base if config.positions == "xpos" else None
+            tables = rotary_tables(self.positions, None, cache.max_length, config.head_dim, config.rotary_base, base, cache.dtype)
+            # in a step each batch entry has its own position
+            self.tables = tables if start is not None else [[x[:, None] for x in table] for table in tables]
 
     def _runs(self, keys: RowKeys) -> Runs:
         runs = keys.runs(self.positions)
@@ -365,20 +367,9 @@ class CachePass:
             return replace(runs, dense=(self.positions + 1).clamp(max=keys.max_keys).to(torch.int32))
         return runs
 
-    def rotation(self, module: MultiheadAttention, dtype: torch.dtype) -> Tables:
-        """Returns (queries' table, keys' table) of the new positions, made once for all layers, which are alike."""
-        if self._rotation is None:
-            self._rotation = module.rotation(self.positions, None, self.cache.max_length, dtype)
-            if self.start is None:
-                # each batch entry has its own position
-                self._rotation = [[x[:, None] for x in table] for table in self._rotation]
-        return self._rotation
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: Tables | None, attention: Attention
-    ) -> torch.Tensor:
-        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, and adds k and v (B, n, K, D) to the cache. ``tables``: those of
-        ``rotation``, with which queries and keys still have to be rotated, or None; ``attention``: the layer's module, for chunks."""
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Returns out (B, n, H, D) for queries (B, n, H, D) of a layer, not yet rotated, and adds k and v (B, n, K, D) to the cache.
+        ``attention``: the layer's module."""
         cache, expected = self.cache, (len(self.requests), self.count)
         if self.is_over or tuple(k.shape[:2]) != expected:
             which = "has ended" if self.is_over else f"was begun for {expected}"
@@ -393,10 +384,10 @@ class CachePass:
         if self.start is None and dispatch.has_kernels(k):
             from dilated_attention.engine.decode.triton import rotate_and_append
 
-            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, tables)
+            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, self.tables)
         else:
-            if tables is not None:
-                q, k = rotate(q, tables[0]), rotate(k, tables[1])
+            if self.tables is not None:
+                q, k = rotate(q, self.tables[0]), rotate(k, self.tables[1])
             if self.start is not None:
                 return self._attend_chunk(q, k, v, cached, self.start, attention, keys)
             cached.write(self.positions[:, None], k, v)
@@ -416,8 +407,11 @@ class CachePass:
                 parts = cached.read(self._range(low, high).expand(k.shape[0], -1))
                 for whole, part in zip(both, parts, strict=True):
                     whole[:, place : place + high - low] = part
-        # a ring layer provides its single-process attention; a model shared between processes has been refused
-        out: torch.Tensor = getattr(attention, "forward_unsharded", attention)(q, *both, is_causal=True, query_offset=before)
+        run: Any = attention
+        if unsharded := getattr(attention, "unsharded", None):
+            # a ring's layer on one process; a model shared between processes has been refused
+            run = functools.partial(unsharded, **attention._arguments(q))
+        out: torch.Tensor = run(q, *both, is_causal=True, query_offset=before)
         # where slots are reused, the last positions are stored and the fixed ones
         kept = [(start, end)]
         if cached.wraps:

@@ -70,8 +70,7 @@ def sharded_cross_entropy(
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if not isinstance(tensor, torch.Tensor) or tensor.ndim < 1:
             raise TypeError(f"{name} is {shown(tensor)} ({type(tensor).__name__}); expected a tensor whose last dimension is the width")
-    if chunk is not None:
-        chunk = as_int("chunk", chunk, minimum=1)
+    chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0])) if chunk is None else as_int("chunk", chunk, minimum=1)
     ignore_index = as_int("ignore_index", ignore_index)
     if targets.numel() != hidden.shape[:-1].numel():
         raise ValueError(
@@ -79,8 +78,6 @@ def sharded_cross_entropy(
         )
     check_range("targets", targets, weight.shape[0], ignore_index=ignore_index)
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if chunk is None:
-        chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     # nothing inside is random, so the random state need not be saved and restored
     in_parts = partial(checkpoint, cross_entropy, use_reentrant=False, preserve_rng_state=False)
     run = cross_entropy if hidden.shape[0] <= chunk else in_parts

@@ -182,18 +182,18 @@ class LongNetStack(nn.Module):
                 bounds = F.pad(real.sum(1).cumsum(0), (1, 0)).int()
                 packed = self.forward(x.flatten(0, 1).index_select(0, index)[None], cu_seqlens=bounds, all_layers=all_layers)
                 return tree_map(lambda y: y.new_zeros(real.numel(), y.shape[2]).index_copy(0, index, y[0]).unflatten(0, real.shape), packed)
-        if isinstance(cache, CachePass):
-            self._check_cache(cache.cache, cu_seqlens)
-        elif cache is not None:
-            with self.reading(cache, x, cu_seqlens) as cache_pass:
-                return self.forward(x, seq_len=seq_len, all_layers=all_layers, cache=cache_pass)
+        if cache is not None:
+            reading = self.reading(cache, x, cu_seqlens)
+            if not isinstance(cache, CachePass):
+                with reading as cache_pass:
+                    return self.forward(x, seq_len=seq_len, all_layers=all_layers, cache=cache_pass)
         if self.ring is None:
             if seq_len not in (None, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
             seq_len = None
         elif seq_len is None:
             seq_len = self.ring.whole_length(x.shape[1])
-        states, recomputes = [x], self.checkpoint_activations and torch.is_grad_enabled()
+        states, recomputes = [x], self.checkpoint_activations and torch.is_grad_enabled() and cache is None
         blocks: Any = self.blocks
         if cu_seqlens is not None and (recomputes or torch.compiler.is_compiling()):
             # recomputed blocks and compiled code read the bounds again in the backward, when the caller may have filled them anew
@@ -206,13 +206,9 @@ class LongNetStack(nn.Module):
                 for block in (blocks[0], blocks[-1]):
                     if is_lean(block, Block):
                         block.compile_ahead(x)
+        same: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "cache": cache}
         for block in blocks:
-            if cache is not None:
-                x = block(x, cache=cache)
-            elif recomputes:
-                x = checkpoint(block, x, cu_seqlens=cu_seqlens, seq_len=seq_len, use_reentrant=False)
-            else:
-                x = block(x, cu_seqlens=cu_seqlens, seq_len=seq_len)
+            x = checkpoint(block, x, use_reentrant=False, **same) if recomputes else block(x, **same)
             if all_layers:
                 states.append(x)
         x = x if self.norm is None else self.norm(x)
@@ -221,15 +217,8 @@ class LongNetStack(nn.Module):
     def reading(
         self, cache: KVCache | CachePass, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> AbstractContextManager[CachePass]:
-        """A pass of a cache over new positions x (B, n, …), around all steps that can fail: see ``KVCache.reading``. A pass that goes on
-        is used as it is, and not ended."""
-        if isinstance(cache, CachePass):
-            self._check_cache(cache.cache, cu_seqlens)
-            return nullcontext(cache)
-        self._check_cache(cache, cu_seqlens)
-        return cache.reading(x.shape[0], x.shape[1])
-
-    def _check_cache(self, cache: KVCache, cu_seqlens: torch.Tensor | None) -> None:
+        """A pass of a cache that fits this model over new positions x (B, n, …), around all steps that can fail: see ``KVCache.reading``. A
+        pass that goes on is used as it is, and not ended."""
         if self.ring is not None and self.ring.group_name:
             raise ValueError("cache is given and processes share the sequence; decode on one process, with a model without group and mesh")
         if cu_seqlens is not None:
@@ -238,12 +227,13 @@ class LongNetStack(nn.Module):
             raise ValueError("cache is given and gradients are enabled, but a cache has none; call the model under torch.no_grad()")
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
-        made_for = cache.config
+        made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
         shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "patterns", "positions", "rotary_base", "xpos_scale_base")
         other = [name for name in shape if made_for is not self.config and getattr(made_for, name) != getattr(self.config, name)]
         if other:
             names = ", ".join(other).replace("patterns", "pattern")
             raise ValueError(f"the cache was made for a model with another {names}; make it with this model's config")
+        return nullcontext(cache) if isinstance(cache, CachePass) else cache.reading(x.shape[0], x.shape[1])
 
     @torch.no_grad()
     def attention_map(

@@ -54,7 +54,7 @@ def training_bytes(config: LongNetConfig, activation_bytes: int, *, checkpoint_a
 
     if checkpoint_activations:
         return config.num_layers * 4 * embed + passing + block + max(map(outputs, config.cycle))
-    return config.num_layers * block + config.sum_of_layers(outputs) + passing
+    return config.num_layers * block + config.sum_over_layers([*map(outputs, config.cycle)]) + passing
 
 
 def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
@@ -69,10 +69,10 @@ def cache_rows(config: LongNetConfig, num_positions: int) -> int | None:
 
 def cache_bytes(config: LongNetConfig, num_positions: int, itemsize: int) -> int | None:
     """Returns the bytes of one sequence's cached keys and values in all blocks; None if decoding has no cache."""
-    if None in [cache_rows(one, num_positions) for one in config.cycle]:
+    rows: list[Any] = [cache_rows(one, num_positions) for one in config.cycle]
+    if None in rows:
         return None
-    row = 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * itemsize
-    return row * config.sum_of_layers(lambda one: cache_rows(one, num_positions) or 0)
+    return 2 * (config.num_kv_heads or config.num_heads) * config.head_dim * itemsize * config.sum_over_layers(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Summary:
     def keys_per_query(self, num_positions: int) -> float:
         """Returns the mean number of keys per query and head, with multiplicity; the mean over layers, too."""
         heads, is_causal = self.config.num_heads, self.config.is_causal
-        pairs = self.config.sum_of_layers(lambda one: one.pattern.pairs(num_positions, heads, is_causal=is_causal))
+        pairs = self.config.sum_over_layers([one.pairs(num_positions, heads, is_causal=is_causal) for one in self.config.patterns])
         return pairs / (num_positions * heads * self.config.num_layers)
 
     def training_flops(self, num_positions: int) -> float:

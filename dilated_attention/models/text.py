@@ -56,10 +56,10 @@ class Vocabulary:
         return self._encode(raw)
 
     def _encode(self, raw: bytes) -> torch.Tensor:
-        # each byte has its token, else the token of its upper case, else the last token, N
-        numbers = {letter: number for number, letter in enumerate(self.letters)}
-        table = bytes(numbers.get(x, numbers.get(bytes([x]).upper()[0], len(self) - 1)) for x in range(256))
-        raw = raw.translate(table, _WHITESPACE if self.unit == "base" else b"")
+        if self.unit == "base":
+            raw = raw.upper().translate(None, _WHITESPACE)
+        # −1 for a letter that is none becomes the last token, N
+        raw = raw.translate(bytes(self.letters.find(x) % len(self) for x in range(256)))
         # torch refuses an empty buffer
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).long() if raw else torch.empty(0, dtype=torch.int64)
 
@@ -87,14 +87,14 @@ def _warn_of_other_letters(parts: list[bytes], what: str) -> None:
     """Warns if more than a tenth of the letters are not in BASES, as in a protein; a genome may have a few others. ``what``: their source,
     for the message."""
     letters = sum(len(part.translate(None, _WHITESPACE)) for part in parts)
-    others = [part.translate(None, _WHITESPACE + BASES.letters + BASES.letters.lower()).upper() for part in parts]
-    count = sum(map(len, others))
+    others = Counter(b"".join(part.upper().translate(None, _WHITESPACE + BASES.letters) for part in parts))
+    count = others.total()
     if 10 * count <= letters:
         return
-    frequent = sum((Counter(part) for part in others), Counter[int]()).most_common(3)
     warnings.warn(
         f"{count:,} of {letters:,} letters ({count / letters:.0%}) in {what} are none of A, C, G, T and N, most often "
-        f"{', '.join(chr(letter) for letter, _ in frequent)}, and are read as N; expected DNA: no protein, and T where RNA has U",
+        f"{', '.join(chr(letter) for letter, _ in others.most_common(3))}, and are read as N; expected DNA: no protein, and T where RNA "
+        "has U",
         stacklevel=3,
     )
 
@@ -209,7 +209,7 @@ class KmerEmbedding(nn.Module):
 
     def __init__(self, k: int, embed_dim: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.k = k
+        self.k, self.num_embeddings = k, NUM_BASES**k
         first, *others = (nn.Embedding(NUM_BASES**j, embed_dim, device=device, dtype=dtype) for j in range(1, k + 1))
         nn.init.normal_(first.weight, std=embed_dim**-0.5)
         for table in others:
@@ -218,11 +218,6 @@ class KmerEmbedding(nn.Module):
         self.tables = nn.ModuleList((first, *others))
         # until ``check_ids`` has read codes for this embedding
         self.is_new = True
-
-    @property
-    def num_embeddings(self) -> int:
-        """The number of codes, 5^k."""
-        return int(NUM_BASES**self.k)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         embedded = sum(table(codes % NUM_BASES**j) for j, table in enumerate(self.tables, 1))

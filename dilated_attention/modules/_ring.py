@@ -58,9 +58,11 @@ class RingSettings:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the settings as arguments for the functional API and other modules."""
+        """Returns the settings as arguments for the functional API and other modules; exchange and ranks_per_node, which not all of these
+        have, only where they are not the default."""
         self._check_still_alone()
-        return {"group": self.group_name, **{name: getattr(self, name) for name in RING_OPTIONS[2:]}}
+        values = {name: getattr(self, name) for name in RING_OPTIONS[2:]}
+        return {"group": self.group_name, **{name: value for name, value in values.items() if value not in ("auto", None)}}
 
     def place(self) -> tuple[int, int]:
         """Returns (rank, W) in the group. It is looked up at each call: a module unpickled by another process has another rank."""

@@ -133,7 +133,6 @@ class RingAttention(RingModule):
     """
 
     function = staticmethod(functional.ring_attention)
-    # what ``forward_unsharded`` calls
     unsharded = staticmethod(functional.attention)
 
     @shows_options

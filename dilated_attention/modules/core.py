@@ -239,7 +239,7 @@ class RingModule(Attention):
     sequence. For the options see ``ring_dilated_attention`` and ``ring_block_sparse_attention``."""
 
     ring: RingSettings
-    # the function for a whole sequence in one process, which ``forward_unsharded`` calls
+    # the function for a sequence that one process holds whole, as with a cache
     unsharded: ClassVar[Callable[..., Any]]
 
     def __init__(self, name: str, options: Mapping[str, Any], **patterns: Any) -> None:
@@ -275,13 +275,5 @@ class RingModule(Attention):
         """
         ring = self.ring.arguments()
         if self._blocks is not None:
-            # keys of blocks are exchanged in one way, so this function takes no ``exchange``
-            ring = {name: ring[name] for name in ("group", "layout", "timeout")} | {"head_steps": self.head_steps}
+            ring["head_steps"] = self.head_steps
         return self.function(query, key, value, **self._arguments(query), **ring, return_lse=return_lse, **options)
-
-    def forward_unsharded(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool = False, query_offset: int = 0
-    ) -> torch.Tensor:
-        """Computes the same attention over a sequence that this process holds whole, as with a cache. See ``DilatedAttention.forward``."""
-        out: torch.Tensor = self.unsharded(query, key, value, **self._arguments(query), is_causal=is_causal, query_offset=query_offset)
-        return out

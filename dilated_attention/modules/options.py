@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from typing_extensions import TypedDict
 
 from dilated_attention.distributed.sharding.layout import Layout
@@ -110,7 +109,6 @@ DEFAULTS: dict[str, Any] = {
     "sparsity_ratio": None, "sparsity": "random", "block_size": 128, "seed": 0,
     "num_kv_heads": None, "bias": True, "layer_norm": True, "layer_norm_eps": 1e-5, "gamma_init": 1.0, "rotary": False,
     "rotary_base": 10000.0, "xpos_scale_base": None, "qk_norm": False, "device": None, "dtype": None,
-    "need_weights": False, "attn_mask": None, "input_norm": None,
 }  # fmt: skip
 
 
@@ -189,15 +187,3 @@ class LocalArguments(MaskArguments, total=False):
 
 class RingArguments(MaskArguments, total=False):
     seq_len: int | None
-
-
-class LayerArguments(TypedDict, total=False):
-    need_weights: bool
-    attn_mask: None
-    input_norm: nn.Module | None
-
-
-class LocalLayerArguments(LocalArguments, LayerArguments, total=False): ...
-
-
-class RingLayerArguments(RingArguments, LayerArguments, total=False): ...

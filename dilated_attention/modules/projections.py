@@ -16,8 +16,8 @@ from dilated_attention.functional.fused_layers import linear_layers
 from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.core import Attention
-from dilated_attention.modules.options import DEFAULTS, LocalLayerArguments, ProjectionOptions, RingLayerArguments
-from dilated_attention.modules.rotary import Table, check_xpos_length, document_ends, rotary_table, rotate, xpos_tables
+from dilated_attention.modules.options import DEFAULTS, LocalArguments, ProjectionOptions, RingArguments
+from dilated_attention.modules.rotary import rotary_tables, rotate
 from dilated_attention.pattern.checks import as_int
 
 
@@ -46,19 +46,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:  # fmt: skip
         check_names(name, options)
         super().__init__()
-        of_projections = {key: options.get(key, DEFAULTS[key]) for key in ProjectionOptions.__annotations__}
-        self._make_projections(embed_dim, num_heads, of_projections)
-        of_core = {key: value for key, value in options.items() if key not in of_projections}
-        sinks_of = self.num_heads if options.get("sinks") is True else None
-        self.attention = core(*patterns, num_heads=sinks_of, **of_core)
-        self.attention.to(device=of_projections["device"], dtype=of_projections["dtype"])
-        if "segment_lengths" in self.attention._pattern_arguments:
-            # refuses lists of offsets that do not have one entry per head
-            self.attention.pattern.offsets(self.num_heads)
-        self.reset_parameters()
-
-    def _make_projections(self, embed_dim: int, num_heads: int, given: Mapping[str, Any]) -> None:
-        """Checks ``ProjectionOptions`` and makes the projections and norms."""
+        given = {key: options.get(key, DEFAULTS[key]) for key in ProjectionOptions.__annotations__}
         self.embed_dim = as_int("embed_dim", embed_dim, minimum=1)
         self.num_heads = as_int("num_heads", num_heads, minimum=1)
         num_kv_heads, xpos_scale_base = given["num_kv_heads"], given["xpos_scale_base"]
@@ -85,6 +73,13 @@ class MultiheadAttention(nn.Module):
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=eps, **factory) if layer_norm else None
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=eps, **factory) if qk_norm else None for _ in range(2))
+        of_core = {key: value for key, value in options.items() if key not in given}
+        self.attention = core(*patterns, num_heads=self.num_heads if options.get("sinks") is True else None, **of_core)
+        self.attention.to(**factory)
+        if "segment_lengths" in self.attention._pattern_arguments:
+            # refuses lists of offsets that do not have one entry per head
+            self.attention.pattern.offsets(self.num_heads)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets MAGNETO's initial values: Xavier-normal weights, gain 1 for q and k, ``gamma_init`` for v and out; biases and sinks 0, norms
@@ -123,23 +118,36 @@ class MultiheadAttention(nn.Module):
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
-    def _computed(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[torch.Tensor, None]:
-        """Computes a call in nn.MultiheadAttention's form; ``options`` are those of ``forward``."""
-        if check.check_bool("need_weights", options.pop("need_weights", False)):
+    def _computed(
+        self, query: Any, key: Any, value: Any, need_weights: bool, attn_mask: None, input_norm: nn.Module | None, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, None]:
+        """Computes a call in nn.MultiheadAttention's form; ``options`` are those of the attention."""
+        if check.check_bool("need_weights", need_weights):
             raise ValueError("need_weights=True; attention weights are never materialised here, N² of them: use need_weights=False")
-        if options.pop("attn_mask", None) is not None:
+        if attn_mask is not None:
             raise ValueError(
                 "attn_mask is given; the pattern says what attends to what: use is_causal=True or key_padding_mask, and attn_mask=None"
             )
         key = query if key is None else key
-        q, k, v = self.project(query, key, key if value is None else value, options.pop("input_norm", None))
+        q, k, v = self.project(query, key, key if value is None else value, input_norm)
         options["key_padding_mask"] = _as_bool(options.get("key_padding_mask"))
         q, k = self._rotated(q, k, options)
         return self.combine(self.attention(q, k, v, **options)), None
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns q and k, rotated with ``rotary``."""
-        raise NotImplementedError
+        if not self.rotary:
+            return q, k
+        ring: RingSettings | None = getattr(self.attention, "ring", None)
+        cu_seqlens, seq_len = options.get("cu_seqlens"), options.get("seq_len")
+        if ring is None:
+            query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])
+            return self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)
+        options["seq_len"] = seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
+        # the attention refuses unequal numbers of rows, on all processes alike
+        if q.shape[1] != k.shape[1]:
+            return q, k
+        return self.rotate(q, k, ring.positions(k, seq_len), cu_seqlens, seq_len=seq_len)
 
     def rotate(
         self,
@@ -157,34 +165,16 @@ class MultiheadAttention(nn.Module):
         document; queries and keys that meet in one softmax, as with a key cache, must use the same ``seq_len``.
         """
         check.check_cu_seqlens(cu_seqlens, q, k)
-        q_table, k_table = self.rotation(positions, cu_seqlens, k.shape[1] if seq_len is None else seq_len, k.dtype)
-        # queries are at positions of the key sequence, so a slice of the table covers them
-        queries = slice(query_offset, query_offset + q.shape[1])
-        return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
-
-    def rotation(self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, dtype: torch.dtype) -> tuple[Table, Table]:
-        """Returns the tables of queries and of keys at ``positions`` (n,), for ``rotary.rotate``; see ``rotate``."""
         if cu_seqlens is not None:
             if torch.compiler.is_compiling():
                 # compiled code may compute the tables again in the backward
                 cu_seqlens = own_bounds(cu_seqlens, eager=False, on_host=False)
             cu_seqlens = cu_seqlens.to(positions.device)
-        if self.xpos_scale_base is not None:
-            cu_seqlens = check_xpos_length(cu_seqlens, seq_len, self.xpos_scale_base, dtype)
-        start, end = (0, seq_len) if cu_seqlens is None else document_ends(cu_seqlens, positions)
-        table = rotary_table(positions - start, self.head_dim, self.rotary_base, dtype)
-        if self.xpos_scale_base is None:
-            return table, table
-        # scaled by their distance from the middle
-        centred = positions - start - (end - start + 1) // 2
-        return xpos_tables(table, centred, self.head_dim, self.xpos_scale_base)
-
-    def attend_cached(self, x: torch.Tensor, cache_pass: Any, layer: int) -> torch.Tensor:
-        """Returns a layer's causal output (B, n, E) at new positions x (B, n, E), and appends their keys and values to the cache, in whose
-        pass (a ``models.kv_cache.CachePass``) this layer is number ``layer``."""
-        q, k, v = self.project(x, x, x)
-        tables = cache_pass.rotation(self, k.dtype) if self.rotary else None
-        return self.combine(cache_pass.attend(layer, q, k, v, tables, self.attention))
+        length = k.shape[1] if seq_len is None else seq_len
+        q_table, k_table = rotary_tables(positions, cu_seqlens, length, self.head_dim, self.rotary_base, self.xpos_scale_base, k.dtype)
+        # queries are at positions of the key sequence, so a slice of the table covers them
+        queries = slice(query_offset, query_offset + q.shape[1])
+        return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): concatenates the heads, applies the sub-LayerNorm and the output projection."""
@@ -236,8 +226,8 @@ class LocalMultihead(MultiheadAttention):
 
     @shows_options
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None,
-        **options: Unpack[LocalLayerArguments],
+        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, *, need_weights: bool = False,
+        attn_mask: None = None, input_norm: nn.Module | None = None, **options: Unpack[LocalArguments],
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Computes the attention.
 
@@ -259,13 +249,7 @@ class LocalMultihead(MultiheadAttention):
             ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        return self._computed(query, key, value, {**options})
-
-    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.rotary:
-            return q, k
-        query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])
-        return self.rotate(q, k, torch.arange(k.shape[1], device=k.device), options.get("cu_seqlens"), query_offset)
+        return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})
 
     @torch.no_grad()
     def attention_map(self, query: torch.Tensor, key: torch.Tensor | None = None, *, query_rows: Any, **options: Any) -> torch.Tensor:
@@ -306,8 +290,8 @@ class RingMultihead(MultiheadAttention):
 
     @shows_options
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None,
-        **options: Unpack[RingLayerArguments],
+        self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, *, need_weights: bool = False,
+        attn_mask: None = None, input_norm: nn.Module | None = None, **options: Unpack[RingArguments],
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Computes the attention.
 
@@ -328,15 +312,4 @@ class RingMultihead(MultiheadAttention):
             ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
         """
-        return self._computed(query, key, value, {**options})
-
-    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.rotary:
-            return q, k
-        ring: RingSettings = self.attention.ring
-        seq_len = options.get("seq_len")
-        options["seq_len"] = seq_len = ring.whole_length(q.shape[1]) if seq_len is None else as_int("seq_len", seq_len, minimum=0)
-        # the attention refuses unequal numbers of rows, on all processes alike
-        if q.shape[1] != k.shape[1]:
-            return q, k
-        return self.rotate(q, k, ring.positions(k, seq_len), options.get("cu_seqlens"), seq_len=seq_len)
+        return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.ops.transforms import each
 from dilated_attention.pattern.checks import MAX_LENGTH
+from dilated_attention.validation import refuse_where
 
 Table = tuple[torch.Tensor, torch.Tensor]
 # log(1/ζ_0) of XPOS: ζ_0 = 0.4/1.4 for every head dimension
@@ -17,19 +17,57 @@ XPOS_STEEPEST = math.log(3.5)
 XPOS_HEADROOM = 16.0
 
 
-def rotary_table(positions: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Table:
-    """Returns (cos, sin) of the angles position · base^(−2i/D), i = 0 … D/2 − 1, each (N, 1, D/2), of integer positions (N,).
+def rotary_tables(
+    positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, head_dim: int, base: float, scale_base: float | None,
+    dtype: torch.dtype,
+) -> tuple[Table, Table]:  # fmt: skip
+    """Returns (query table, key table), each (cos, sin) of the angles position · base^(−2i/D), i = 0 … D/2 − 1, each (N, 1, D/2).
+
+    With XPOS they are multiplied by ζ_i^(n/b) for queries and by ζ_i^(−n/b) for keys, ζ_i = (2i + 0.4D)/1.4D. A score then has the factor
+    ζ_i^((n−m)/b) in pair i, for a query at n and a key at m: less than one for keys before the query and *more* for keys after it. Here n
+    is counted from the middle of the sequence or document, so that the factors at both ends are equally far from 1.
 
     Without a cache, so that a compiled graph neither breaks nor depends on the length. The longest wavelength is about 2π · base positions.
-    ``dtype``: of the vectors to be rotated; the table is float32, or float64 for float64.
+
+    Args:
+        positions: integers (N,); counted anew in each document of ``cu_seqlens``.
+        scale_base: b of XPOS, > 0; None for RoPE. ValueError if the factors of ``seq_len`` positions, or of a document, overflow ``dtype``.
+        dtype: of the vectors to be rotated; the tables are float32, or float64 for float64.
     """
+    if scale_base is not None and seq_len > (longest := xpos_max_length(scale_base, dtype)):
+        text = (
+            f"has {{}} positions; with xpos_scale_base {scale_base:g}, XPOS overflows {dtype} beyond {longest}: use a larger "
+            "xpos_scale_base, rotary=True without it, or a dtype of larger range"
+        )
+        if cu_seqlens is None:
+            raise ValueError(f"the sequence {text}".format(seq_len))
+        # the boundaries are on the device; they are read only where a document may be too long
+        lengths = cu_seqlens.diff()
+        most = "too many" if torch.compiler.is_compiling() else int(lengths.max())
+        refuse_where(lengths > longest, f"a document {text}".format(most))
+    start: Any = 0
+    end: Any = seq_len
+    if cu_seqlens is not None:
+        # the attention refuses positions beyond the last boundary; here they must not cause an out-of-bounds read
+        document = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
+        document = document.clamp(0, cu_seqlens.shape[0] - 2)
+        start, end = cu_seqlens[document], cu_seqlens[document + 1]
+    positions = positions - start
     # at long range float32 has no digits left for the fraction of a turn: at position 2^20 its angles are off by 0.06. So the
     # angle is reduced to one turn in float64, which only Apple's GPUs lack
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
-    exponent = torch.arange(head_dim // 2, dtype=wide, device=positions.device) * (-2 * math.log(base) / head_dim)
-    turn = (positions.to(wide)[:, None] * exponent.exp()).remainder(2 * math.pi)
+    pair = torch.arange(head_dim // 2, dtype=wide, device=positions.device)
+    turn = (positions.to(wide)[:, None] * (pair * (-2 * math.log(base) / head_dim)).exp()).remainder(2 * math.pi)
     angle = turn.to(torch.float64 if dtype is torch.float64 else torch.float32)[:, None, :]
-    return angle.cos(), angle.sin()
+    table = angle.cos(), angle.sin()
+    if scale_base is None:
+        return table, table
+    centred = positions - (end - start + 1) // 2
+    exponent = (centred.to(wide) / scale_base)[:, None, None] * ((2 * pair + 0.4 * head_dim) / (1.4 * head_dim)).log()
+    (q_cos, q_sin), (k_cos, k_sin) = (
+        [(part.to(wide) * factor).to(angle.dtype) for part in table] for factor in (exponent.exp(), (-exponent).exp())
+    )
+    return (q_cos, q_sin), (k_cos, k_sin)
 
 
 def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
@@ -40,65 +78,6 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def document_ends(cu_seqlens: torch.Tensor, positions: torch.Tensor) -> Table:
-    """Returns the first position of the packed document that each of ``positions`` (n,) is in, and one after its last."""
-    # the attention refuses positions beyond the last boundary; here they must not cause an out-of-bounds read
-    document = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
-    document = document.clamp(0, cu_seqlens.shape[0] - 2)
-    return cu_seqlens[document], cu_seqlens[document + 1]
-
-
-def xpos_tables(table: Table, positions: torch.Tensor, head_dim: int, scale_base: float) -> tuple[Table, Table]:
-    """Returns (query table, key table): the rotation times ζ_i^(n/b) for queries and ζ_i^(−n/b) for keys, ζ_i = (2i + 0.4D)/1.4D.
-
-    A score then has the factor ζ_i^((n−m)/b) in pair i, for a query at n and a key at m: less than one for keys before the query and *more*
-    for keys after it. ``positions``: n (N,), counted from the middle of the sequence or document, so that the factors at both ends are
-    equally far from 1; ``scale_base``: b, > 0.
-    """
-    wide = torch.float32 if positions.device.type == "mps" else torch.float64
-    pair = torch.arange(head_dim // 2, dtype=wide, device=positions.device)
-    exponent = (positions.to(wide) / scale_base)[:, None, None] * ((2 * pair + 0.4 * head_dim) / (1.4 * head_dim)).log()
-    rotation = [part.to(wide) for part in table]
-    (q_cos, q_sin), (k_cos, k_sin) = (
-        [(part * factor).to(table[0].dtype) for part in rotation] for factor in (exponent.exp(), (-exponent).exp())
-    )
-    return (q_cos, q_sin), (k_cos, k_sin)
-
-
 def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:
     """Returns the longest sequence for which ``dtype`` can hold the factors at its ends times a query or key element of 16."""
     return int(min(2 * scale_base / XPOS_STEEPEST * math.log(torch.finfo(dtype).max / XPOS_HEADROOM), MAX_LENGTH))
-
-
-def check_xpos_length(cu_seqlens: torch.Tensor | None, seq_len: int, scale_base: float, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns ``cu_seqlens`` of a sequence of ``seq_len``; ValueError if its factors, or one document's, overflow ``dtype``."""
-    longest = xpos_max_length(scale_base, dtype)
-    if seq_len <= longest:
-        return cu_seqlens
-    text = (
-        f"{{what}} has {{length}} positions; with xpos_scale_base {scale_base:g}, XPOS overflows {dtype} beyond {longest}: use a larger "
-        "xpos_scale_base, rotary=True without it, or a dtype of larger range"
-    )
-    if cu_seqlens is None:
-        raise ValueError(text.format(what="the sequence", length=seq_len))
-    # the boundaries are on the device; they are read only where a document may be too long
-    return bounded_documents(cu_seqlens, longest, text.format(what="a document", length="{length}"))
-
-
-@torch.library.custom_op("dilated_attention::bounded_documents", mutates_args=())
-def bounded_documents(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
-    """Copies cu_seqlens if its documents have at most ``longest`` positions, else raises. It is an op: a graph cannot branch on values."""
-    length = int(cu_seqlens.diff().max())
-    if length > longest:
-        raise ValueError(complaint.format(length=length))
-    return cu_seqlens.clone()
-
-
-@bounded_documents.register_fake
-def _(cu_seqlens: torch.Tensor, longest: int, complaint: str) -> torch.Tensor:
-    return torch.empty_like(cu_seqlens)
-
-
-@bounded_documents.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], cu_seqlens: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, int]:
-    return each(bounded_documents, info.batch_size, in_dims, (cu_seqlens, *settings))

@@ -17,7 +17,6 @@ import torch
 from dilated_attention.factory.create import MODELS, configured, replaced
 from dilated_attention.functional.fused_layers import MOST_COLUMNS
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
-from dilated_attention.models.config import sum_over_layers
 from dilated_attention.models.loss import CHUNK_BYTES
 from dilated_attention.models.summary import block_bytes, cache_bytes, embedding_parameters
 from dilated_attention.pattern import BlockPattern
@@ -143,14 +142,14 @@ def plan_model(
     multiplied = parameters - (0 if stack.tie_embeddings else embedding_parameters(run.parameters))
     # a forward computes 2 FLOPs per matrix parameter and position, and 4·D per pair of a head; a backward twice as many
     flops = (6 if training else 2) * multiplied * problem.batch_size * problem.num_positions
-    pairs = sum_over_layers([pairs_of(one)[0] for one in problems], stack.num_layers)
+    pairs = stack.sum_over_layers([pairs_of(one)[0] for one in problems])
     attended = (12 if training else 4) * stack.embed_dim * pairs / stack.num_heads
     # no time is given for a prompt: its chunks wait for the CPU, and the GPU's time alone is far too short
     why_not = "a prompt enters the cache in chunks and mostly waits for the CPU; python -m benchmarks train-infer measures it"
     times = _step_seconds(run, problems, flops) if cache_size is None else (None, "", why_not)
     decode: tuple[float | None, str] = (None, "")
     if cache_size is not None and weight_shards == 1:
-        decode = _decode_seconds(stack.num_layers, problems, cache_size, multiplied * run.weight_itemsize)
+        decode = _decode_seconds(stack, problems, cache_size, multiplied * run.weight_itemsize)
     attention = tuple(dict.fromkeys("every key" if one.computes == "dense" else repr(one.pattern) for one in problems))
     return ModelPlan(
         **shared_fields(problem), preset=preset, attention=attention, autocast=uses_autocast, weight_shards=weight_shards,
@@ -285,7 +284,7 @@ def _step_seconds(run: ModelRun, problems: tuple[Problem, ...], flops: float) ->
         passes = estimates[one][0]
         return sum(x.seconds for x in passes) + (passes[0].seconds if repeats_forward else 0.0)
 
-    attention = sum_over_layers(list(map(seconds_of, problems)), run.stack.num_layers)
+    attention = run.stack.sum_over_layers(list(map(seconds_of, problems)))
     sources = "; ".join(dict.fromkeys(passes[0].source for passes, _ in estimates.values()))
     linear = flops * (4 / 3 if repeats_forward else 1) / problem.world_size / (peak * _LINEAR_SHARE)
     saved = block_bytes(run.stack, problem.dtype.itemsize, is_plain=False)[0] * run.stack.num_layers * problem.rows * problem.batch_size
@@ -301,19 +300,19 @@ def _step_seconds(run: ModelRun, problems: tuple[Problem, ...], flops: float) ->
     return attention + linear + traffic, source, ""
 
 
-def _decode_seconds(blocks: int, problems: tuple[Problem, ...], cache_size: int, weight_bytes: int) -> tuple[float | None, str]:
+def _decode_seconds(stack: LongNetConfig, problems: tuple[Problem, ...], cache_size: int, weight_bytes: int) -> tuple[float | None, str]:
     """Returns (seconds of a step that adds one token to each of B sequences of N positions, what they are based on).
 
-    ``blocks``: the number of layers; ``cache_size``: bytes of all cached keys and values, the most that can be read.
+    ``cache_size``: bytes of all cached keys and values, the most that can be read.
 
-    seconds = blocks · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known.
+    seconds = layers · 70 µs + (weights + B · keys and values that a row reads) / (90 % of the bandwidth). None where no rate is known.
     """
     bandwidth = problems[0].machine.bandwidth
     if bandwidth is None:
         return None, ""
     row = 2 * problems[0].num_kv_heads * problems[0].head_dim * problems[0].dtype.itemsize
-    read = min(cache_size, problems[0].batch_size * row * sum_over_layers(list(map(_keys_of_row, problems)), blocks))
-    seconds = blocks * _DECODE_SECONDS + (weight_bytes + read) / (bandwidth * _READ_SHARE)
+    read = min(cache_size, problems[0].batch_size * row * stack.sum_over_layers(list(map(_keys_of_row, problems))))
+    seconds = stack.num_layers * _DECODE_SECONDS + (weight_bytes + read) / (bandwidth * _READ_SHARE)
     return seconds, f"{_DECODE_SECONDS * 1e6:.0f} µs a block, as on an H200; weights and cached keys at {_READ_SHARE:.0%} of the bandwidth"
 
 

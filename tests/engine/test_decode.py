@@ -259,15 +259,13 @@ def test_the_choice_of_a_decoder_is_explained() -> None:
 @pytest.mark.parametrize("xpos", [None, 512.0])
 def test_rotating_and_appending_in_one_kernel(layout: str, xpos: float | None) -> None:
     decode_triton = pytest.importorskip("dilated_attention.engine.decode.triton")
-    from dilated_attention.modules import MultiheadDilatedAttention
-    from dilated_attention.modules.rotary import rotate
+    from dilated_attention.modules.rotary import rotary_tables, rotate
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer = MultiheadDilatedAttention(4 * 12, 4, [8], [1], num_kv_heads=2, rotary=True, xpos_scale_base=xpos)
     positions = torch.tensor([3, 29, 11], device=device)
     q, k, v = (torch.randn(3, 1, heads, 12, device=device) for heads in (4, 2, 3))
     v = v[:, :, :2]
-    pairs = layer.rotation(positions, None, 64, torch.float32)
+    pairs = rotary_tables(positions, None, 64, 12, 10000.0, xpos, torch.float32)
     tables = tuple((cos[:, None], sin[:, None]) for cos, sin in pairs)
 
     def cache() -> Cached:

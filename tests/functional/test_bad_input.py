@@ -18,7 +18,6 @@ import dilated_attention as da
 from dilated_attention import BackendUnavailable, DilatedPattern, modules
 from dilated_attention.backends import Hardware
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, SlideEncoderConfig
-from dilated_attention.models.images.slides import grid_positions
 from dilated_attention.pattern import BigBird, BlockTensor, Document, LocalWindow, PerHead, RandomBlocks, TopBlocks
 from dilated_attention.pattern.checks import shown
 
@@ -417,8 +416,8 @@ REFUSED: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     ("num_heads", with_(da.DilatedAttention, [8], [1], sinks=True), COUNTS),
     ("num_requests", with_(KVCache, CONFIG, max_length=8), COUNTS),
     ("num_pages", with_(PagedKVCache, CONFIG, 1, 8), (0, 2**31, 2**62)),
-    ("grid_size", with_(grid_positions, torch.zeros(1, 2), 16), (0, -1, 2**31)),
-    ("embed_dim", with_(grid_positions, torch.zeros(1, 2)), (0, 6, 2**31)),
+    ("grid_size", with_(SlideEncoderConfig, encoder=ENCODER), (0, -1, 2**31)),
+    ("tile_size", with_(SlideEncoderConfig, encoder=ENCODER), (0, -1, 2**31)),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from dilated_attention.models.text import has_values
-from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of, shown
+from dilated_attention.pattern.checks import as_int_tuple, one_of, shown
 from dilated_attention.validation import not_a_tensor
 
 
@@ -46,15 +46,7 @@ def grid_positions(
     Differs from Prov-GigaPath: the table takes (grid_size, E/2) instead of (grid_size² + 1, E), which is 3 GB for E = 768; and a coordinate
     outside the grid is refused instead of wrapping into another row.
     """
-    embed_dim, tile_size, grid_size = (
-        as_int(name, value, minimum=1, maximum=2**31 - 1)
-        for name, value in (("embed_dim", embed_dim), ("tile_size", tile_size), ("grid_size", grid_size))
-    )
-    if embed_dim % 4:
-        raise ValueError(f"embed_dim is {embed_dim}; expected a multiple of 4: a sine and a cosine for each of two coordinates")
     check_coords_dtype("coords", coords)
-    if not coords.ndim or coords.shape[-1] != 2:
-        raise ValueError(f"coords has shape {tuple(coords.shape)}; expected (…, 2), x and y of each tile in pixels")
     # in 64 bits, because a narrower integer may not be able to hold the tile size
     coords = coords if coords.is_floating_point() else coords.long()
     cells = coords.div(tile_size, rounding_mode="floor")

@@ -150,21 +150,20 @@ class LongViT(ImageModel):
         x = self.features(images)
         if self.norm is None:
             return x
-        length = self._length(images)
-        x = self._pool(self.norm(x), length) if self.config.pooling == "norm_mean" else self.norm(self._pool(x, length))
+        x = self._pool(self.norm(x), images) if self.config.pooling == "norm_mean" else self.norm(self._pool(x, images))
         return x if self.head is None else self.head(x)
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
         """Returns the encoder's output, (B, patches, E): the patches row by row, after the class token if there is one. A sharded model
         returns this process's rows of it, those at its positions of the layout (``local_positions``)."""
         self._check(images)
-        side, length = self.config.patch_size, self._length(images)
+        side = self.config.patch_size
         rows, columns = images.shape[2] // side, images.shape[3] // side
-        tokens, positions = int(self.class_token is not None), self.positions_of(rows, columns)
+        tokens, positions, spread = int(self.class_token is not None), self.positions_of(rows, columns), {}
         if self._shared is None:
-            x, spread = rearrange(self.patch_embedding(images), "b e rows columns -> b (rows columns) e"), {}
+            x = rearrange(self.patch_embedding(images), "b e rows columns -> b (rows columns) e")
         else:
-            ring, spread = self._shared, {"seq_len": length}
+            ring, length = self._shared, rows * columns + tokens
             rank, size = ring.place()
             # in every layout the first position is the first process's first row. A process that does not hold the class token takes no row
             # of it, so that its gradient is zeros there and not None
@@ -174,22 +173,19 @@ class LongViT(ImageModel):
             # a view until here: only pixels of this process's patches are copied
             mine = patches[:, held // columns, held % columns].to(positions.device)
             x = self.patch_embedding(mine.flatten(0, 1)).view(images.shape[0], held.shape[0], positions.shape[2])
-            positions, tokens = positions[:, held.to(x.device)], own_tokens
+            positions, tokens, spread = positions[:, held.to(x.device)], own_tokens, {"seq_len": length}
         x = x + positions
         if self.class_token is not None:
             x = torch.cat((self.class_token.to(x.dtype).expand(x.shape[0], tokens, -1), x), dim=1)
         return self.encoder(self.dropout(x), **spread)
 
-    def _length(self, images: torch.Tensor) -> int:
-        """Returns the number of positions of the whole sequence."""
-        side = self.config.patch_size
-        return (images.shape[2] // side) * (images.shape[3] // side) + (self.class_token is not None)
-
-    def _pool(self, x: torch.Tensor, length: int) -> torch.Tensor:
+    def _pool(self, x: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         """Returns the mean of the rows (B, E), or the class token's."""
         if self._shared is None:
             return x.mean(dim=1) if self.class_token is None else x[:, 0]
-        return means_of_runs(x, [(0, length if self.class_token is None else 1)], length, self._shared)[:, 0]
+        patches = images.shape[2:].numel() // self.config.patch_size**2
+        stop, length = (patches, patches) if self.class_token is None else (1, patches + 1)
+        return means_of_runs(x, [(0, stop)], length, self._shared)[:, 0]
 
     def positions_of(self, rows: int, columns: int) -> torch.Tensor:
         """Returns positions (1, rows·columns, E) of a grid of patches: the learned ones, or a bicubic interpolation of them, whose scale is
