@@ -80,9 +80,7 @@ class AttentionRequest:
         if self.blocks is not None:
             masks = "" if self.block_masks == "none" else f" with {self.block_masks} masks"
             parts.append(f"blocks of {self.blocks[0]}x{self.blocks[1]}{masks}")
-        for flag in ("key_mask", "window", "dropout", "softcap", "bias", "deterministic", "lse_grad"):
-            if getattr(self, flag):
-                parts.append(flag)
+        parts += [flag for flag in (*_REFUSALS, "deterministic", "lse_grad") if getattr(self, flag)]
         return f"{', '.join(parts)} on {self.hardware.label}"
 
 
@@ -290,6 +288,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+# options that a backend takes or not: fields of a request and of the capabilities
+_REFUSALS = {
+    "key_mask": "takes no key_padding_mask",
+    "window": "takes no window",
+    "dropout": "has no dropout by position (the same element dropped in every branch)",
+    "softcap": "takes no softcap",
+    "bias": "takes no bias by position or distance (math and tiles do)",
+}
+
+
 def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
     """Returns every reason that ``capabilities`` gives against ``request``."""
     hardware = request.hardware
@@ -319,17 +327,11 @@ def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[st
         reasons.append(f"head_dim is at most {capabilities.max_head_dim}, not {request.head_dim}")
     if request.head_dim % capabilities.head_dim_multiple:
         reasons.append(f"head_dim must be a multiple of {capabilities.head_dim_multiple}, not {request.head_dim}")
-    for wanted, able, text in (
-        (request.needs_grad, capabilities.backward, "has no backward"),
-        (request.key_mask, capabilities.key_mask, "takes no key_padding_mask"),
-        (request.window, capabilities.window, "takes no window"),
-        (request.dropout, capabilities.dropout, "has no dropout by position (the same element dropped in every branch)"),
-        (request.softcap, capabilities.softcap, "takes no softcap"),
-        (request.bias, capabilities.bias, "takes no bias by position or distance (math and tiles do)"),
-        (request.deterministic and request.needs_grad, capabilities.deterministic, "its backward is not deterministic"),
-    ):
-        if wanted and not able:
-            reasons.append(text)
+    if request.needs_grad and not capabilities.backward:
+        reasons.append("has no backward")
+    reasons += [text for name, text in _REFUSALS.items() if getattr(request, name) and not getattr(capabilities, name)]
+    if request.deterministic and request.needs_grad and not capabilities.deterministic:
+        reasons.append("its backward is not deterministic")
     if request.blocks is None and capabilities.blocks_only:
         reasons.append("computes lists of blocks only")
     if request.blocks is not None and not capabilities.block_sizes:

@@ -84,7 +84,7 @@ def make_plan(
         if not named:
             chosen = registry.get(packed_library(pattern, rounded_shape(shape), request, B, chosen.name))
         is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms[is_backward])
-        return request, options_of(settings), chosen, is_whole
+        return request, settings.kernel_options(), chosen, is_whole
 
     kind = decision = None
     if is_one:
@@ -206,22 +206,14 @@ def request_of(
         num_kv_heads=k.shape[2],
         causal=settings.is_causal,
         needs_grad=is_backward,
-        dropout=settings.dropout_p > 0,
-        softcap=settings.softcap > 0,
-        bias=bool(settings.bias),
         deterministic=settings.deterministic or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,
         extent=extent_of(views, span),
         length=rounded_length(length),
+        **settings.features,
         **more,
     )
-
-
-def options_of(settings: CallSettings, **masks: Any) -> Options:
-    """Returns what every launch of a call is told; ``masks``: its mask, dropout and bias."""
-    deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-    return Options(settings.scale, deterministic=deterministic, softcap=settings.softcap, **masks)
 
 
 def extent_of(views: Tensors, length: int) -> int:
