@@ -15,7 +15,7 @@ from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
-from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
+from dilated_attention.backends.tiles.launch import KernelLaunch, workspace
 from dilated_attention.backends.tiles.sizes import all_aligned, sizes
 from dilated_attention.backends.tiles.table import step_of
 
@@ -110,32 +110,20 @@ def forward(
         parts: (B, H, places, D), flat. It receives the separate outputs of all branches except the direct one; None does not store them.
     """
     rows = p.batch * p.num_heads * p.part_rows
-    given = q, k, v, out, lse
-    addresses = [x.data_ptr() for x in given]
-    aligned = all_aligned(addresses)
+    aligned = all_aligned([x.data_ptr() for x in (q, k, v, out, lse)])
     key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p, aligned, bias is None
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
     last = p.read_with(p.packed(padding), words, packed_bias(bias))
-    space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
-
-    def unmerged() -> tuple[Tensor, Tensor]:
-        if space is None:
-            return out, lse
-        own, part_lse = space.tensors()
-        return own if parts is None else parts, part_lse
-
-    own, part_lse = addresses[3:] if space is None else space.pointers
-    own = own if parts is None else parts.data_ptr()
+    # results before the merge
+    own, part_lse = workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else (out, lse)
+    own = own if parts is None else parts
     with on_device(q.device):
-        spans_at, queries_at, _ = p.tables.pointers()
-        pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in last)]
-        launches[0](pointers, lambda: (*given, *unmerged(), p.tables.tensors()[1], *last), p.index)
+        spans, queries, _ = p.tables.parts()
+        launches[0]([q, k, v, out, lse, own, part_lse, queries, *last], p.index)
         if rows:
-            of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
-            pointers = [*addresses[3:], own, part_lse, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[1](pointers, lambda: (out, lse, *unmerged(), p.tables.tensors()[0], *of_pattern), p.index)
+            launches[1]([out, lse, own, part_lse, spans, *p.tables.of_pattern, p.offsets], p.index)
 
 
 def packed_bias(bias: Bias | None) -> Tensor | None:
@@ -181,8 +169,7 @@ def backward(
     shapes = (q, k, v, dout, out, *grads)
     # without dlse, lse stands in for it and is not read as such
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
-    addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
-    aligned = all_aligned((*addresses, *results))
+    aligned = all_aligned([x.data_ptr() for x in (*given, *grads)])
     key = (
         *[x.stride() for x in shapes], None if padding is None else padding.stride(), None if dlse is None else dlse.stride(),
         parts is None, dropout_p, aligned, bias is None,
@@ -190,42 +177,25 @@ def backward(
     launches = p.launches.get(key)
     if launches is None:
         launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned, bias is not None)
-    scratch_parts = p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None)
-    _, (q_size, _), (k_size, _), _ = scratch_parts
-    space = Workspace(q.device, *scratch_parts)
+    stats, *sums = workspace(q.device, *p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None))
+    # a direct branch alone writes the results themselves
+    q_parts, k_parts, v_parts = (x if x.elements else grad for x, grad in zip(sums, grads, strict=True))
     if bias is not None:
         # what each query adds to the slopes' gradient in each branch; a head that is not in a branch writes nothing
         num_stats = 3 if words is None else 5
-        of_slopes = space.tensors()[0].view(p.batch, p.num_heads, num_stats, p.delta_rows)[:, :, -1].zero_()
-
-    def scratch() -> tuple[Tensor, ...]:
-        stats, *sums = space.tensors()
-        return stats, *(x if x.numel() else grad for x, grad in zip(sums, grads, strict=True))
-
-    def queries() -> tuple[Tensor, ...]:
-        stats, q_parts, _, _ = scratch()
-        return *given, stats, grads[0], q_parts, p.tables.tensors()[1], *query_last
-
-    def keys() -> tuple[Tensor, ...]:
-        stats, _, k_parts, v_parts = scratch()
-        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, p.tables.tensors()[2], *key_last
+        of_slopes = stats.tensor().view(p.batch, p.num_heads, num_stats, p.delta_rows)[:, :, -1].zero_()
 
     packed = packed_bias(bias)
     query_last = p.read_with(p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
     offsets, hidden, _, _, *others = p.read_with(padding, words, packed)
     key_last = offsets, hidden, *others
-    stats_at, *sums = space.pointers
-    q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
-        spans_at, queries_at, keys_at = p.tables.pointers()
-        launches[0]([*addresses, stats_at, results[0], q_at, queries_at, *(x.data_ptr() for x in query_last)], queries, p.index)
-        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_last)]
-        launches[1](pointers, keys, p.index)
-        if q_size or k_size:
-            of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
-            pointers = [*results, q_at, k_at, v_at, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[2](pointers, lambda: (*grads, *scratch()[1:], p.tables.tensors()[0], *of_pattern), p.index)
+        spans, queries, keys = p.tables.parts()
+        launches[0]([*given, stats, grads[0], q_parts, queries, *query_last], p.index)
+        launches[1]([q, k, v, dout, stats, *grads[1:], k_parts, v_parts, keys, *key_last], p.index)
+        if sums[0].elements or sums[1].elements:
+            launches[2]([*grads, q_parts, k_parts, v_parts, spans, *p.tables.of_pattern, p.offsets], p.index)
     if bias is not None and bias.gradient is not None:
         bias.gradient.add_(of_slopes.sum((0, 2)))
 

@@ -122,4 +122,4 @@ def _launch(
         rows = max(1, _BLOCK // (2 * width))
         constants = {"D": D, "D_BLOCK": width, "U": rows}
         launch = step.made[key] = KernelLaunch(kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
-    launch([x.data_ptr() for x in tensors], lambda: tensors, index_of(pairs[0][0].device))
+    launch(tensors, index_of(pairs[0][0].device))
