@@ -209,7 +209,7 @@ class Bounds(NamedTuple):
 
 # which keys a launch's rows may see: those of their sequence, or those that lists keep
 Keys = Bounds | BlockLists
-# where a launch's results go, of any strides (the last one 1); None where that is left to the backend
+# where results go, of any strides (the last one 1); None where that is left to what computes them
 Views = tuple[Tensor | None, ...]
 
 
@@ -266,15 +266,18 @@ class Backend(ABC):
         """
 
 
-def placed(results: tuple[Tensor, ...], views: Views) -> tuple[Tensor, ...]:
-    """Returns the results of a launch, each copied to its view unless there is none or the backend wrote to it."""
-    return tuple(result if view is None or view is result else view.copy_(result) for result, view in zip(results, views, strict=True))
+def placed(results: tuple[Tensor, ...], views: Views | None) -> tuple[Tensor, ...]:
+    """Returns the results, each copied to its view unless there is none or it was written there. ``views``: None for none at all."""
+    if views is None:
+        return results
+    return tuple([x if view is None or view is x else view.copy_(x) for x, view in zip(results, views, strict=True)])
 
 
-def new_results(views: Views, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def new_results(views: Views | None, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns the views, and where there is none, a dense new tensor like the tensor in its place."""
+    views = (None,) * len(like) if views is None else views
     return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)
+        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)]
     )
 
 

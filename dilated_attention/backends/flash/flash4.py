@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
@@ -125,7 +124,6 @@ def _with_dense_rows(x: Tensor, head_dim: int) -> Tensor:
     return x if x.stride(-1) == 1 and head_dim <= 128 else x.contiguous()
 
 
-@functools.lru_cache(maxsize=1)
 def _interface() -> Any:
     """Returns the library's module, imported at the first launch."""
     from flash_attn.cute import interface

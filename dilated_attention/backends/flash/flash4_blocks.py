@@ -193,19 +193,15 @@ def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
     if lists.masks is None:
         return None, None
     assert lists.interval is not None, "only interval masks are supported"
+    # the kernels' language is imported at the first launch
+    from dilated_attention.backends.flash.flash4_mask import interval_mask
+
     missing = lists.num_rows * lists.q_block - lists.num_queries
     # the kernels also read the bounds of the missing rows of the last block
     bounds = lists.derived(
         "whole blocks", lambda some: tuple(F.pad(x, (0, missing)).contiguous() for x in some.interval or ()), by_length=True
     )
-    return _mask_mod(), bounds
-
-
-@functools.lru_cache(maxsize=1)
-def _mask_mod() -> Any:
-    from dilated_attention.backends.flash.flash4_mask import interval_mask
-
-    return interval_mask
+    return interval_mask, bounds
 
 
 def tables_of(lists: BlockLists, of_columns: bool, together: int = 1) -> tuple[BlockTable, ...]:

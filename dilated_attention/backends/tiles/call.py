@@ -216,7 +216,4 @@ class Prepared:
         return self.offsets, unread if padding is None else padding, *drawn, unread if bias is None else bias
 
 
-@functools.lru_cache(maxsize=64)
-def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
-    """Returns a cached ``Prepared``."""
-    return Prepared(call, batch, kv_heads, head_dim, dtype, device)
+prepared = functools.lru_cache(maxsize=64)(Prepared)

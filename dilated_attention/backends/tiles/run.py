@@ -11,8 +11,8 @@ from torch import Tensor
 from dilated_attention.backends.base import HALVES, Bias
 from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.hardware import capability, has_gluon, multiprocessors, on_device
-from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
+from dilated_attention.backends.tiles.backward import key_kernel, query_kernel
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import KernelLaunch, workspace
@@ -114,7 +114,17 @@ def forward(
     key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p, aligned, bias is None
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
+        B, H, call = p.batch, p.num_heads, p.call
+        threshold, keep_scale = _drawing(dropout_p)
+        numbers = (
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
+            B, H, p.group, p.q_first, call.walk.queries[1], p.num_queries, p.num_keys, p.part_rows, call.walk.direct, *p.bounds,
+            call.scale * _LOG2_E, threshold, keep_scale,
+        )  # fmt: skip
+        masks, flags = _masks(padding, dropout_p, bias), {"ZERO_KEYS": call.zero_keys}
+        tiles = _tile_launch(p, "forward", forward_kernel, numbers, flags, masks, (q, k, v, out) if aligned else None)
+        strides = out.stride(), (H * p.num_queries, 1, p.num_queries)
+        launches = p.launches[key] = tiles, combine_launch(p, *(_of_entries(p, x) for x in strides))
     last = p.read_with(p.packed(padding), words, packed_bias(bias))
     # results before the merge
     own, part_lse = workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else (out, lse)
@@ -136,21 +146,8 @@ def _pad_strides(p: Prepared, padding: Tensor | None) -> tuple[int, int]:
     return (0, 0) if padding is None else (p.call.walk.num_branches * p.words, p.words)
 
 
-def _forward_launches(
-    p: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, padding: Tensor | None, dropout_p: float,
-    aligned: bool, has_bias: bool,
-) -> tuple[KernelLaunch, ...]:  # fmt: skip
-    call, walk = p.call, p.call.walk
-    threshold, keep_scale = _drawing(dropout_p)
-    B, H, rows = p.batch, p.num_heads, p.part_rows
-    numbers = (
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
-        B, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
-        call.scale * _LOG2_E, threshold, keep_scale,
-    )  # fmt: skip
-    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
-    tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
-    return tiles, combine_launch(p, *(_of_entries(p, x) for x in (out.stride(), (H * p.num_queries, 1, p.num_queries))))
+def _masks(padding: Tensor | None, dropout_p: float, bias: Bias | None) -> dict[str, bool]:
+    return {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": bias is not None}
 
 
 def backward(
@@ -176,7 +173,23 @@ def backward(
     )  # fmt: skip
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned, bias is not None)
+        masks, drawing = _masks(padding, dropout_p, bias), (p.call.scale * _LOG2_E, p.call.scale, *_drawing(dropout_p))
+        aligned_tensors = shapes if aligned else None
+        walk, heads, range_ = p.call.walk, (p.batch, p.num_heads), (p.group, p.q_first, p.call.walk.queries[1], p.num_queries, p.num_keys)
+        q_, k_, v_, dout_, out_, *grads_ = (x.stride()[:3] for x in shapes)
+        dlse_ = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
+        numbers = (
+            *q_, *k_, *v_, *out_, *dout_, *grads_[0], *dlse_, *_pad_strides(p, padding), *heads, *range_, p.part_rows, p.delta_rows,
+            walk.direct, *p.bounds, *drawing,
+        )  # fmt: skip
+        flags = {"OWN": parts is not None, "DLSE": dlse is not None}
+        of_queries = _tile_launch(p, "query", query_kernel, numbers, flags, masks, aligned_tensors)
+        numbers = (
+            *q_, *k_, *v_, *dout_, *grads_[1], *grads_[2], 0 if padding is None else padding.stride(0), *heads, p.kv_heads, *range_,
+            p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing,
+        )  # fmt: skip
+        of_keys = _tile_launch(p, "key", key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
+        launches = p.launches[key] = of_queries, of_keys, combine_launch(p, *(_of_entries(p, x) for x in grads_))
     stats, *sums = workspace(q.device, *p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None))
     # a direct branch alone writes the results themselves
     q_parts, k_parts, v_parts = (x if x.elements else grad for x, grad in zip(sums, grads, strict=True))
@@ -198,34 +211,6 @@ def backward(
             launches[2]([*grads, q_parts, k_parts, v_parts, spans, *p.tables.of_pattern, p.offsets], p.index)
     if bias is not None and bias.gradient is not None:
         bias.gradient.add_(of_slopes.sum((0, 2)))
-
-
-def _backward_launches(
-    p: Prepared, tensors: Sequence[Tensor], dlse: Tensor | None, padding: Tensor | None, has_parts: bool, dropout_p: float,
-    aligned: bool, has_bias: bool,
-) -> tuple[KernelLaunch, ...]:  # fmt: skip
-    call, walk = p.call, p.call.walk
-    aligned_tensors = tuple(tensors) if aligned else None
-    threshold, keep_scale = _drawing(dropout_p)
-    B, H, Hk = p.batch, p.num_heads, p.kv_heads
-    q, k, v, dout, out, dq, dk, dv = (x.stride()[:3] for x in tensors)
-    lse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
-    drawing = call.scale * _LOG2_E, call.scale, threshold, keep_scale
-    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
-    range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
-    numbers = (
-        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
-        *drawing,
-    )  # fmt: skip
-    queries = _tile_launch(
-        p, "query", backward_kernels.query_kernel, numbers, {"OWN": has_parts, "DLSE": dlse is not None}, masks, aligned_tensors
-    )
-    numbers = (
-        *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, *range_, p.key_part_rows, p.delta_rows,
-        walk.key_direct, *p.bounds, *drawing,
-    )  # fmt: skip
-    keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
-    return queries, keys, combine_launch(p, *(_of_entries(p, x) for x in (dq, dk, dv)))
 
 
 def combine_launch(p: Prepared, *strides: Sequence[int]) -> KernelLaunch:

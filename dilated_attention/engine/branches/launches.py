@@ -21,8 +21,6 @@ from dilated_attention.engine.branches.problems import Problem, Range
 
 # limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
 PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
-# where a pass writes out, or dq, dk and dv: views of any strides whose last one is 1. Where there is None, it makes a tensor
-Into = tuple[Tensor | None, ...]
 # a view without its tensor: index of the tensor, strides of B and S, sizes and strides (L, G, …), offset
 View = tuple[int, int, int, tuple[int, ...], tuple[int, ...], int]
 _MOST_GEOMETRIES = 8192
@@ -149,24 +147,9 @@ def problems_at_once(
     return max(1, count)
 
 
-def results_like(tensors: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:
-    """Returns where results of these tensors' shapes and dtypes go: their places, or new tensors."""
-    places = (None,) * len(tensors) if into is None else into
-    return tuple(
-        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if to is None else to for x, to in zip(tensors, places, strict=True)]
-    )
-
-
 def narrowed(tensors: tuple[Tensor, ...], num_heads: int, heads: Range, batch: slice = _ALL, positions: slice = _ALL) -> tuple[Tensor, ...]:
     """Returns views of some batch entries, positions and heads, or of the corresponding key/value heads where a tensor has only those."""
     return tuple([x[batch, positions, slice(*[head * x.shape[2] // num_heads for head in heads])] for x in tensors])
-
-
-def copied_into(results: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:
-    """Returns results, those with a place in ``into`` copied there."""
-    if into is None:
-        return results
-    return tuple([x if place is None else place.copy_(x) for x, place in zip(results, into, strict=True)])
 
 
 def without_padding(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
