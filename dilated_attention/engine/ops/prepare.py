@@ -327,8 +327,7 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
 
     It is the preferred one, which computes problem by problem, unless one that takes boundaries in place of problems is faster.
     """
-    may_be_packed = pattern.num_branches == 1 and (shape.is_cut or len(shape.documents) > 1)
-    if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not may_be_packed:
+    if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or pattern.num_branches > 1:
         return preferred
     for name in registry.order(request):
         backend = registry.get(name)
@@ -399,9 +398,13 @@ def rounded(num_positions: int) -> int:
     return -(-num_positions // step) * step
 
 
-def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
+def _kernel_ms(
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, name: str, assumed: dict[bool, tuple[float, float]]
+) -> float:
+    """Returns the time of a backend's kernels at its shipped rate, or at the one that is ``assumed`` for its kind."""
+    rate = rates.rate_of(name, request) or assumed[request.needs_grad][request.dtype is torch.float32]
     # two products of matrices forward, five backward, of two operations each
-    return (10 if request.needs_grad else 4) * request.head_dim * _pairs(pattern, shape) * batch
+    return (10 if request.needs_grad else 4) * request.head_dim * _pairs(pattern, shape) * batch / rate / 1e9
 
 
 @functools.lru_cache(maxsize=16)
@@ -429,25 +432,22 @@ def _sum_of_least(count: int, most: int) -> int:
 
 
 def tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
-    rate = rates.rate_of(TILES, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
-    kernels = _operations(pattern, shape, request, batch) / rate / 1e9
+    kernels = _kernel_ms(pattern, shape, request, batch, TILES, _TILES_TFLOPS)
     is_whole = not shape.is_cut and len(shape.documents) == 1
     return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1
 
 
 def library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, host_ms: float = 0.0) -> float:
-    rate = rates.rate_of(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
-    kernels = _operations(pattern, shape, request, batch) / rate / 1e9
-    masked = request.key_mask or request.dropout
-    if not masked and is_packed(pattern, shape, registry.get(library).capabilities, batch):
-        return max(kernels, _LAUNCH_MS + host_ms)
-    launches = _launches(pattern, shape, request, batch)
+    kernels = _kernel_ms(pattern, shape, request, batch, library, _LIBRARY_TFLOPS)
+    masked, can = request.key_mask or request.dropout, registry.get(library).capabilities
+    packed = not masked and is_packed(pattern, shape, can, batch)
+    launches = 1 if packed else _launches(pattern, shape, request, batch)
     if launches > 1 and (shape.is_cut or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches
         kernels *= _CUT
         rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)
         kernels += rows * request.head_dim * _SUM_BYTES[request.needs_grad] / _MEMORY * 1e3
-    if launches == 1 and shape.is_cut:
+    if packed or (launches == 1 and shape.is_cut):
         return max(kernels, _LAUNCH_MS + host_ms)
     return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad] + host_ms)
 
