@@ -15,7 +15,6 @@ Layout: q, dout, out (P, L, G, D), k and v (P, S, K, D), lse and dlse (P, G, L),
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -44,6 +43,10 @@ class ContainedBackend(Backend):
     lists of blocks, if the capabilities declare any (``block_gather.py``).
     """
 
+    # ``dense_forward`` and ``dense_backward`` for finite inputs
+    raw_forward: RawForward
+    raw_backward: RawBackward
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
         if keys is None:
             return self.dense_forward(q, k, v, options)
@@ -59,17 +62,6 @@ class ContainedBackend(Backend):
             return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
         assert isinstance(keys, BlockLists)
         return block_gather.backward(self.dense_backward, dout, q, k, v, out, lse, options, keys, dlse)
-
-    @abstractmethod
-    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``dense_forward`` for finite inputs."""
-
-    @abstractmethod
-    def raw_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
-        pairs: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``dense_backward`` for finite inputs."""
 
     def dense_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns (out, lse) of P dense problems."""

@@ -161,8 +161,8 @@ def without_padding(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tenso
 
 
 def masks_of(masks: Masks, dropout_p: float, positions: tuple[int, int], batch: int, device: torch.device) -> list[Tensor]:
-    """Returns what the masks of launches are cut from, by positions of the whole sequence: padding, positions, batch elements (B, N, 1),
-    and coordinates (B, N, 1, 2).
+    """Returns what the masks of launches are cut from, by positions of the whole sequence: padding of keys, positions of queries and of
+    keys, batch elements of keys (B, N, 1), and coordinates of queries and of keys (B, N, 1, 2).
 
     Args:
         positions: the first and the last one.
@@ -170,24 +170,24 @@ def masks_of(masks: Masks, dropout_p: float, positions: tuple[int, int], batch: 
     # of any strides, as a caller's mask has them, where launches are kept
     cut_from = [] if masks.padding is None else [masks.padding.contiguous()]
     if dropout_p:
-        cut_from.append(torch.arange(*positions, device=device).repeat(batch, 1))
+        cut_from += [torch.arange(*positions, device=device).repeat(batch, 1)] * 2
         cut_from.append(torch.arange(batch, device=device)[:, None].repeat(1, positions[1] - positions[0]))
-    return [x[..., None] for x in cut_from] + ([] if masks.bias is None else [masks.bias.keys.contiguous()[:, :, None]])
+    return [x[..., None] for x in cut_from] + ([] if masks.bias is None else [masks.bias.keys.contiguous()[:, :, None]] * 2)
 
 
-def rows_of(letters: str, tensors: Sequence[Tensor], position: int, padding: bool, dropout: bool, bias: bool = False) -> list[Rows]:
-    """Returns the rows of tensors and, after them, of their masks.
+def rows_of(letters: str, tensors: Sequence[Tensor], position: int, masks: Masks, dropout_p: float) -> list[Rows]:
+    """Returns the rows of tensors and of their masks.
 
     Args:
-        letters: a letter for each tensor, "q" for rows of queries, "k" for rows of keys; after these tensors come those of ``masks_of``.
+        letters: a letter for each of the first tensors, "q" for rows of queries, "k" for rows of keys; the last ones are ``masks_of``.
         position: position of the first query row.
     """
-    rows = [Rows(i, x == "k", tensors[i].shape, tensors[i].stride(), 0 if x == "k" else position) for i, x in enumerate(letters)]
-    # padding of keys, positions of queries and of keys, batch elements, coordinates of queries and of keys
-    at = len(tensors) - padding - 2 * dropout - bias
-    which = [(at, True)] * padding + [(at + padding, False), (at + padding, True), (at + padding + 1, True)] * dropout
-    which += [(len(tensors) - 1, False), (len(tensors) - 1, True)] * bias
-    return rows + [Rows(i, keys, tensors[i].shape, tensors[i].stride(), shared=True) for i, keys in which]
+    of_masks = "k" * (masks.padding is not None) + "qkk" * (dropout_p > 0) + "qk" * (masks.bias is not None)
+    numbers = [*range(len(letters)), *range(len(tensors) - len(of_masks), len(tensors))]
+    return [
+        Rows(i, x == "k", tensors[i].shape, tensors[i].stride(), position * (x == "q" and not shared), shared)
+        for i, x, shared in zip(numbers, letters + of_masks, [False] * len(letters) + [True] * len(of_masks), strict=True)
+    ]
 
 
 def masked(launch: Launch, views: list[Tensor], masks: Masks, dropout_p: float, first_head: int) -> Options:

@@ -275,7 +275,7 @@ def _on_streams(
     tensors = tensors + masks_of(masks, 0.0, (0, 0), 0, device)
 
     def make() -> list[tuple[Launch, ...]]:
-        rows = rows_of(letters, tensors, 0, masks.padding is not None, False)
+        rows = rows_of(letters, tensors, 0, masks, 0.0)
         for index, place in elsewhere.items():
             rows[index] = rows[index]._replace(place=place)
         part_bytes = None if whole else PART_BYTES.get(device.type, PART_BYTES["cuda"])

@@ -155,7 +155,7 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
     key = letters, id(problems)
     made: Sequence[Launch] | None = plan.made.get(key)
     if made is None:
-        rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0, masks.bias is not None)
+        rows = rows_of(letters, tensors, settings.query_offset, masks, settings.dropout_p)
         part_bytes = PART_BYTES.get(q.device.type, PART_BYTES["cuda"])
         of_problems = launches_of(problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
         made = plan.made[key] = tuple(itertools.chain.from_iterable(of_problems))

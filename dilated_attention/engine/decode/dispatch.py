@@ -95,8 +95,7 @@ class Explained:
 
 def _flash3(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
     assert runs.dense is not None
-    lengths = flash3.Lengths(used_keys=runs.dense)
-    out, lse = flash3.call_fwd(q[:, None], cached.k, cached.v, scale, lengths=lengths, page_table=cached.table, num_splits=0)
+    out, lse = flash3.call_fwd(q[:, None], cached.k, cached.v, scale, used_keys=runs.dense, page_table=cached.table, num_splits=0)
     return out[:, 0], lse[:, :, 0]
 
 

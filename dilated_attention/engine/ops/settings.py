@@ -85,7 +85,7 @@ class CallSettings(NamedTuple):
         return self.detached and self.needs_grad and is_plain
 
     @property
-    def features(self) -> dict[str, bool]:
+    def features(self) -> dict[str, Any]:
         """What the weights of pairs ask of a backend, as fields of an ``AttentionRequest``."""
         return {"dropout": self.dropout_p > 0, "softcap": self.softcap > 0, "bias": bool(self.bias)}
 
