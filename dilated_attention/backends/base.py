@@ -94,10 +94,8 @@ class Capabilities:
     package: str | None = None
     install: str = ""
     compute_capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
-    min_torch: tuple[int, int] = (2, 11)
     max_head_dim: int = 256
     head_dim_multiple: int = 1
-    head_dims: frozenset[int] | None = None
     key_mask: bool = False
     window: bool = False
     # computes windows of any width in one launch; otherwise the engine splits the queries into blocks and the backend masks each
@@ -163,7 +161,7 @@ class Bias(NamedTuple):
     slopes: Tensor
     gradient: Tensor | None = None
 
-    def distances(self, rows: slice = slice(None)) -> Tensor:
+    def distances(self, rows: slice) -> Tensor:
         """Returns ‖c_query − c_key‖ (P, rows, S) of some queries."""
         x, y = (self.queries[:, rows, None, i] - self.keys[:, None, :, i] for i in range(2))
         return torch.hypot(x, y)
@@ -324,8 +322,6 @@ def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[st
         and capabilities.compute_capabilities is not None
     ):
         reasons.append(f"bfloat16 needs compute capability 8.0, the GPU has {_dotted(capability)}")
-    if capabilities.head_dims is not None and request.head_dim not in capabilities.head_dims:
-        reasons.append(f"head_dim is one of {sorted(capabilities.head_dims)}, not {request.head_dim}")
     if request.head_dim > capabilities.max_head_dim:
         reasons.append(f"head_dim is at most {capabilities.max_head_dim}, not {request.head_dim}")
     if request.head_dim % capabilities.head_dim_multiple:
@@ -364,8 +360,6 @@ def _hardware_reasons(capabilities: Capabilities, hardware: Hardware) -> list[st
         have = hardware.capability or (0, 0)
         if not low <= have <= high:
             reasons.append(f"needs compute capability {_dotted(low)} to {_dotted(high)}, the GPU has {_dotted(have)}")
-    if hardware.torch_version < capabilities.min_torch:
-        reasons.append(f"needs torch ≥ {_dotted(capabilities.min_torch)}, this is {_dotted(hardware.torch_version)}")
     if capabilities.package is not None and capabilities.package not in hardware.packages:
         why = dict(hardware.unusable).get(capabilities.package)
         reasons.append(

@@ -41,7 +41,7 @@ class SdpaCpuBackend(ContainedBackend):
         ),
     )
 
-    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
         """``forward`` with ``pairs``, a mask of kept pairs that replaces the mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         bias, empty_PL = additive_bias(q, k, options, pairs)
@@ -61,8 +61,8 @@ class SdpaCpuBackend(ContainedBackend):
         return out, lse
 
     def raw_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
-        pairs: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
+        pairs: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert dlse is None
         bias, _ = additive_bias(q, k, options, pairs)

@@ -18,9 +18,9 @@ from dilated_attention.backends.flash import flash3
 
 # models, which do not import backends, ask for it here
 from dilated_attention.backends.hardware import has_kernels as has_kernels
+from dilated_attention.backends.merge import add_sinks_
 from dilated_attention.engine.decode.keys import Cached, Runs
 from dilated_attention.engine.memory import explains_shortage
-from dilated_attention.engine.sinks import add_sinks_
 
 
 def torch_decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
