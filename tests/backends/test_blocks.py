@@ -20,7 +20,7 @@ import torch
 from dilated_attention.backends import registry
 from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.tiles import backend as triton_blocks
-from dilated_attention.backends.tiles.sizes import TileSizes
+from dilated_attention.backends.tiles.table import TileSizes
 from dilated_attention.backends.torch_ops import flex
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.pattern import BlockTensor, LocalWindow, MaskFunction, RandomBlocks

@@ -13,7 +13,7 @@ from torch import Tensor
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.sizes import LARGE_MEMORY, head_blocks, sizes
+from dilated_attention.backends.tiles.table import LARGE_MEMORY, head_blocks, sizes
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 if TYPE_CHECKING:

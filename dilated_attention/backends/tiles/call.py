@@ -14,8 +14,7 @@ from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Scratch, workspace
 from dilated_attention.backends.tiles.rows import PACKED_WORDS, pack_kernel, words_of
-from dilated_attention.backends.tiles.sizes import Extent, head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, counts_of, share_keys
+from dilated_attention.backends.tiles.table import MAX_PLACES, Extent, Walk, counts_of, head_blocks, share_keys
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
 Tensors = tuple[Tensor, ...]
@@ -167,15 +166,14 @@ class Prepared:
         self.num_queries, self.num_keys = q_last - self.q_first, walk.keys[1]
         self.shared = share_keys(call.offsets, self.group)
         assert self.shared or walk.key_direct < 0
-        self.key_heads = kv_heads if self.shared else self.num_heads
+        extent = self.extent = Extent.of(walk, self.shared, batch, self.num_heads, kv_heads, head_dim)
         # numbers of places: part rows, which the merge and the sum read, and δ's, of all branches
-        of_queries, of_keys, self.longest = counts_of(walk, False), counts_of(walk, True), walk.longest
-        self.part_rows, self.delta_rows, self.key_part_rows = of_queries.num_places, of_queries.all_places, of_keys.num_places
-        if (most := max(of_queries.all_places, of_keys.all_places)) > MAX_PLACES:
+        self.part_rows, self.delta_rows, self.key_part_rows = extent.part_rows, extent.delta_rows, extent.key_part_rows
+        self.key_heads, self.longest = extent.key_heads, walk.longest
+        if (most := max([counts_of(walk, of_keys).all_places for of_keys in (False, True)])) > MAX_PLACES:
             raise ValueError(
                 f'branches take {most:,} positions per head; tiles can count up to {MAX_PLACES:,}: use backend="auto", or shorter sequences'
             )
-        self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.tables, (self.offsets,) = tables_of(walk, call.right == 0, walk.tile, device), int_tensors((call.offsets,), device)
         D0, D1 = head_blocks(head_dim)
         self.bounds = (call.left or 0, call.right or 0)

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.sizes import aligned_bytes, all_aligned
+from dilated_attention.backends.tiles.table import aligned_bytes, all_aligned
 
 NO_DEVICE = -1
 # compiled kernels, or those being compiled, by all that Triton selects them by: a new length finds its kernels here

@@ -16,8 +16,7 @@ from dilated_attention.backends.tiles.backward import key_kernel, query_kernel
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import KernelLaunch, workspace
-from dilated_attention.backends.tiles.sizes import all_aligned, sizes
-from dilated_attention.backends.tiles.table import step_of
+from dilated_attention.backends.tiles.table import all_aligned, sizes, step_of
 
 Tensors = tuple[Tensor, ...]
 _LOG2_E = 1.4426950408889634

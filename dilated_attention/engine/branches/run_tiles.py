@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dilated_attention.backends.base import Views, new_results
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.sizes import Extent, scratch_bytes
-from dilated_attention.backends.tiles.table import counts_of
+from dilated_attention.backends.tiles.table import Extent, counts_of, scratch_bytes
 from dilated_attention.engine.branches.launches import Masks, narrowed, without_padding
 from dilated_attention.engine.branches.places import input_bytes, layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
@@ -190,10 +189,8 @@ def terms(plan: Plan) -> Terms:
     # all batch entries take the same amount
     for B, heads in dict.fromkeys((last - first, heads) for (first, last), heads in ranges_of(plan)):
         layout = layout_of(plan.pattern, shape, own if plan.is_backward else is_saved, heads)
-        queries, keys = counts_of(layout.walk, False), counts_of(layout.walk, True)
         H = heads[1] - heads[0]
-        key_heads = H // (shape.num_heads // shape.num_kv_heads) if layout.shared else H
-        extent = Extent(B, H, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
+        extent = Extent.of(layout.walk, layout.shared, B, H, H * shape.num_kv_heads // shape.num_heads, head_dim)
         size = forward = scratch_bytes(extent.forward(plan.dtype, is_saved=is_saved or (own and plan.is_backward)))
         if plan.is_backward:
             size = scratch_bytes(extent.backward(plan.dtype, dropout=dropout, bias=bias))

@@ -18,7 +18,7 @@ from dilated_attention.backends import registry
 from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
 from dilated_attention.backends.hardware import keep_for_graph
 from dilated_attention.backends.merge import add_sinks_, sinks_gradient
-from dilated_attention.backends.tiles.sizes import all_aligned
+from dilated_attention.backends.tiles.table import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.memory import explain_shortage
