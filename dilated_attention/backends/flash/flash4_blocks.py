@@ -66,7 +66,7 @@ def block_reasons(request: AttentionRequest) -> list[str]:
 
 
 def forward_blocks(
-    interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None = None
+    interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse). ``out``: a view to write to."""
     (out,), lse = new_results((out,), (q,)), new_lse(q)
@@ -110,7 +110,7 @@ def forward_blocks(
 
 
 def backward_blocks(
-    interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None, into: Tensor | None = None
+    interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None, into: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes (dq, dk, dv).
 
@@ -204,7 +204,7 @@ def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
     return interval_mask, bounds
 
 
-def tables_of(lists: BlockLists, of_columns: bool, together: int = 1) -> tuple[BlockTable, ...]:
+def tables_of(lists: BlockLists, of_columns: bool, together: int) -> tuple[BlockTable, ...]:
     """Returns tables of the key blocks of every query block, or of the query blocks of every key block.
 
     Args:

@@ -23,7 +23,7 @@ from dilated_attention.backends.base import Mask
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
 from dilated_attention.engine.branches.launches import PART_BYTES
 from dilated_attention.engine.branches.places import layout_of, stages_of
-from dilated_attention.engine.branches.problems import Range, Shape
+from dilated_attention.engine.branches.problems import Range, Shape, offsets_of
 from dilated_attention.engine.branches.run_tiles import head_bytes
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.plan import Plan, Runner, Tensors
@@ -63,14 +63,16 @@ def make_plan(
     # the most positions that a problem spans, and the most rows that it has
     longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
     length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
-    causal, window = settings.is_causal, None
+    window = None
     if settings.window:
         # libraries count the sides of a window in 32 bits
         left, right = (None if side < 0 else min(side, Nk) for side in settings.window)
         window = left, right
     # masks, dropout and bias depend on positions, so a launch with them holds only heads of one offset
     by_position = settings.dropout_p > 0 or bool(settings.bias)
-    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)
+    shape = Shape(
+        H, Hk, (first, first + Nq), (0, Nk), documents, settings.is_causal, window, shifted_heads=not has_padding and not by_position
+    )
     # with detached mixing the backward reads what the forward saved, so both run alike
     both = settings.detached and (settings.needs_grad or is_backward)
 
@@ -474,11 +476,10 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
     return total
 
 
-@functools.lru_cache(maxsize=64)
 def _head_groups(pattern: DilatedPattern, num_heads: int) -> tuple[int, ...]:
     """Returns the number of groups of heads of each branch that are one view: heads of one offset, or of offsets that grow evenly."""
     counts = []
-    for row in pattern.offsets(num_heads):
+    for row in offsets_of(pattern, num_heads):
         offsets = [offset for offset in row if offset != NOT_IN_BRANCH]
         different = len(set(offsets))
         counts.append(min(different, -(-len(offsets) // different)) if offsets else 0)

@@ -288,7 +288,7 @@ class ResolvedDilated(LocalCall):
 _NO_MASKS = Masks()
 
 
-def masks_of(padding: MaybeTensor, seed: MaybeTensor, bias: Bias | None = None) -> Masks:
+def masks_of(padding: MaybeTensor, seed: MaybeTensor, bias: Bias | None) -> Masks:
     if padding is None and seed is None and bias is None:
         return _NO_MASKS
     return Masks(padding, 0 if seed is None else int(seed.item()), bias)

@@ -143,7 +143,7 @@ def forward_lists(
 
 
 def backward_lists(
-    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None = None, *, front: int = 0,
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None, *, front: int = 0,
     into: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
@@ -230,7 +230,7 @@ def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: 
     return out, lse
 
 
-def blocks_shares(pieces: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
+def blocks_shares(pieces: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None) -> Tensors:
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
 
     Args:
