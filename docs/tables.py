@@ -51,8 +51,6 @@ def _devices(declared: Capabilities) -> str:
 
 
 def _head_dims(declared: Capabilities) -> str:
-    if declared.head_dims is not None:
-        return ", ".join(map(str, sorted(declared.head_dims)))
     if declared.head_dim_multiple > 1:
         return f"multiples of {declared.head_dim_multiple} to {declared.max_head_dim}"
     return f"to {declared.max_head_dim}"

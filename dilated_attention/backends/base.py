@@ -80,9 +80,7 @@ class AttentionRequest:
         if self.blocks is not None:
             masks = "" if self.block_masks == "none" else f" with {self.block_masks} masks"
             parts.append(f"blocks of {self.blocks[0]}x{self.blocks[1]}{masks}")
-        for flag in ("key_mask", "window", "dropout", "softcap", "bias", "deterministic", "lse_grad"):
-            if getattr(self, flag):
-                parts.append(flag)
+        parts += [flag for flag in (*_REFUSALS, "deterministic", "lse_grad") if getattr(self, flag)]
         return f"{', '.join(parts)} on {self.hardware.label}"
 
 
@@ -96,10 +94,8 @@ class Capabilities:
     package: str | None = None
     install: str = ""
     compute_capabilities: tuple[tuple[int, int], tuple[int, int]] | None = None
-    min_torch: tuple[int, int] = (2, 11)
     max_head_dim: int = 256
     head_dim_multiple: int = 1
-    head_dims: frozenset[int] | None = None
     key_mask: bool = False
     window: bool = False
     # computes windows of any width in one launch; otherwise the engine splits the queries into blocks and the backend masks each
@@ -165,7 +161,7 @@ class Bias(NamedTuple):
     slopes: Tensor
     gradient: Tensor | None = None
 
-    def distances(self, rows: slice = slice(None)) -> Tensor:
+    def distances(self, rows: slice) -> Tensor:
         """Returns ‖c_query − c_key‖ (P, rows, S) of some queries."""
         x, y = (self.queries[:, rows, None, i] - self.keys[:, None, :, i] for i in range(2))
         return torch.hypot(x, y)
@@ -211,7 +207,7 @@ class Bounds(NamedTuple):
 
 # which keys a launch's rows may see: those of their sequence, or those that lists keep
 Keys = Bounds | BlockLists
-# where a launch's results go, of any strides (the last one 1); None where that is left to the backend
+# where results go, of any strides (the last one 1); None where that is left to what computes them
 Views = tuple[Tensor | None, ...]
 
 
@@ -268,15 +264,18 @@ class Backend(ABC):
         """
 
 
-def placed(results: tuple[Tensor, ...], views: Views) -> tuple[Tensor, ...]:
-    """Returns the results of a launch, each copied to its view unless there is none or the backend wrote to it."""
-    return tuple(result if view is None or view is result else view.copy_(result) for result, view in zip(results, views, strict=True))
+def placed(results: tuple[Tensor, ...], views: Views | None) -> tuple[Tensor, ...]:
+    """Returns the results, each copied to its view unless there is none or it was written there. ``views``: None for none at all."""
+    if views is None:
+        return results
+    return tuple([x if view is None or view is x else view.copy_(x) for x, view in zip(results, views, strict=True)])
 
 
-def new_results(views: Views, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def new_results(views: Views | None, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns the views, and where there is none, a dense new tensor like the tensor in its place."""
+    views = (None,) * len(like) if views is None else views
     return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)
+        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)]
     )
 
 
@@ -288,6 +287,16 @@ def new_lse(q: Tensor) -> Tensor:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which results of inputs in ``dtype`` are summed, which is also that of lse."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+# options that a backend takes or not: fields of a request and of the capabilities
+_REFUSALS = {
+    "key_mask": "takes no key_padding_mask",
+    "window": "takes no window",
+    "dropout": "has no dropout by position (the same element dropped in every branch)",
+    "softcap": "takes no softcap",
+    "bias": "takes no bias by position or distance (math and tiles do)",
+}
 
 
 def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[str]:
@@ -313,23 +322,15 @@ def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[st
         and capabilities.compute_capabilities is not None
     ):
         reasons.append(f"bfloat16 needs compute capability 8.0, the GPU has {_dotted(capability)}")
-    if capabilities.head_dims is not None and request.head_dim not in capabilities.head_dims:
-        reasons.append(f"head_dim is one of {sorted(capabilities.head_dims)}, not {request.head_dim}")
     if request.head_dim > capabilities.max_head_dim:
         reasons.append(f"head_dim is at most {capabilities.max_head_dim}, not {request.head_dim}")
     if request.head_dim % capabilities.head_dim_multiple:
         reasons.append(f"head_dim must be a multiple of {capabilities.head_dim_multiple}, not {request.head_dim}")
-    for wanted, able, text in (
-        (request.needs_grad, capabilities.backward, "has no backward"),
-        (request.key_mask, capabilities.key_mask, "takes no key_padding_mask"),
-        (request.window, capabilities.window, "takes no window"),
-        (request.dropout, capabilities.dropout, "has no dropout by position (the same element dropped in every branch)"),
-        (request.softcap, capabilities.softcap, "takes no softcap"),
-        (request.bias, capabilities.bias, "takes no bias by position or distance (math and tiles do)"),
-        (request.deterministic and request.needs_grad, capabilities.deterministic, "its backward is not deterministic"),
-    ):
-        if wanted and not able:
-            reasons.append(text)
+    if request.needs_grad and not capabilities.backward:
+        reasons.append("has no backward")
+    reasons += [text for name, text in _REFUSALS.items() if getattr(request, name) and not getattr(capabilities, name)]
+    if request.deterministic and request.needs_grad and not capabilities.deterministic:
+        reasons.append("its backward is not deterministic")
     if request.blocks is None and capabilities.blocks_only:
         reasons.append("computes lists of blocks only")
     if request.blocks is not None and not capabilities.block_sizes:
@@ -359,8 +360,6 @@ def _hardware_reasons(capabilities: Capabilities, hardware: Hardware) -> list[st
         have = hardware.capability or (0, 0)
         if not low <= have <= high:
             reasons.append(f"needs compute capability {_dotted(low)} to {_dotted(high)}, the GPU has {_dotted(have)}")
-    if hardware.torch_version < capabilities.min_torch:
-        reasons.append(f"needs torch ≥ {_dotted(capabilities.min_torch)}, this is {_dotted(hardware.torch_version)}")
     if capabilities.package is not None and capabilities.package not in hardware.packages:
         why = dict(hardware.unusable).get(capabilities.package)
         reasons.append(

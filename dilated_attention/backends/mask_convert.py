@@ -9,17 +9,23 @@ from dilated_attention.backends.base import Options
 from dilated_attention.backends.torch_ops.math import band_mask
 
 
-def additive_bias(q: Tensor, k: Tensor, options: Options, *, pad_keys_to: int = 1) -> tuple[Tensor | None, Tensor | None]:
+def additive_bias(
+    q: Tensor, k: Tensor, options: Options, pairs: Tensor | None = None, *, pad_keys_to: int = 1
+) -> tuple[Tensor | None, Tensor | None]:
     """Returns (bias (P, 1, L or 1, S) of q's dtype with 0 and −inf, bool (P, L): rows without keys); (None, None) without a mask.
 
     Args:
+        pairs: bool (P, L or 1, S), True where a pair is kept, in place of the mask in ``options``.
         pad_keys_to: the last dimension is a slice of one padded to a multiple of this, for kernels that require aligned rows.
     """
     padding, band = options.mask.padding, options.mask.band
-    if padding is None and band is None:
-        return None, None
     P, L, S = q.shape[0], q.shape[1], k.shape[1]
-    if band is not None:
+    if pairs is not None:
+        blocked = ~pairs
+        empty_PL = blocked.all(-1)
+    elif padding is None and band is None:
+        return None, None
+    elif band is not None:
         assert not options.causal, "a band already includes causality"
         blocked = ~band_mask(band, L, S, q.device)[None]
         if padding is not None:

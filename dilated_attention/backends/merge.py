@@ -4,6 +4,17 @@
 
 Weights are computed relative to the larger lse and are 0 where both are −inf. So an empty part changes nothing and two empty parts
 stay empty, where the sigmoid form used by ring-attention libraries gives NaN.
+
+Learned sinks: each head has one more key, of value 0, whose score is a parameter. They join a finished result (out, lse) exactly.
+
+    lse' = log(e^lse + e^sink),   out' = out · e^(lse − lse')
+
+A backward that is given out' and lse' in place of out and lse returns exact dq, dk and dv, as for any part of a larger softmax. Of the
+sink itself, whose weight in row i is e^(sink − lse'_i) and whose value is 0, it leaves
+
+    dsink = Σ_i e^(sink − lse'_i) · (dlse'_i − δ_i),   δ_i = dout_i · out'_i
+
+So every backend, sharded or not, has sinks without knowing of them.
 """
 
 from __future__ import annotations
@@ -52,9 +63,9 @@ def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     """Like ``merge_``, but for an out of any dtype, rounded once. Takes views (P, L, G, D) and (P, L, G) of any strides: P problems, L
     rows, G heads."""
     if lse.is_cuda and has_kernels(lse):
-        from dilated_attention.backends.merge_inplace_triton import merge_onto as fused
+        from dilated_attention.backends import merge_triton
 
-        fused(out, lse, part_out, part_lse)
+        merge_triton.merge_onto(out, lse, part_out, part_lse)
         return
     if out.dtype is lse.dtype:
         merge_(out, lse, part_out, part_lse)
@@ -62,3 +73,33 @@ def merge_onto(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     merged, weight, part_weight = merge_weights(lse, part_lse)
     out.copy_(out * weight[..., None] + part_out * part_weight[..., None])
     lse.copy_(merged)
+
+
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Adds sinks (H,) to a result in place: out (B, N, H, D) and lse (B, H, N) are contiguous. A row without keys stays 0."""
+    if not lse.numel():
+        return
+    if has_kernels(out):
+        from dilated_attention.backends import merge_triton
+
+        merge_triton.add_sinks_(out, lse, sinks)
+        return
+    scores = sinks.to(lse.dtype)[:, None]
+    # two empty parts, a row without keys and a sink of −inf, would give NaN
+    share = (lse - scores).sigmoid_().masked_fill_(lse == -torch.inf, 0.0)
+    # computed in lse's dtype and rounded once
+    out.mul_(share.transpose(1, 2)[..., None])
+    torch.logaddexp(lse, scores, out=lse)
+
+
+def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns dsinks (H,) for results (out, lse) that have the sinks in them. dout may have any strides."""
+    if not lse.numel():
+        return torch.zeros_like(sinks)
+    if has_kernels(out):
+        from dilated_attention.backends import merge_triton
+
+        return merge_triton.sinks_gradient(dout, dlse, out, lse, sinks)
+    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    weight = (sinks.to(lse.dtype)[:, None] - lse).exp_().masked_fill_(lse == -torch.inf, 0.0)
+    return (weight * (-delta if dlse is None else dlse - delta)).sum((0, 2)).to(sinks.dtype)

@@ -115,9 +115,8 @@ def attention_memory(
     machine = hardware or detect("cpu")
     branches = pattern.segment_lengths, pattern.dilation_rates, pattern.head_offsets, pattern.branch_heads, pattern.tail
     settings = CallSettings(
-        branches=branches, blocks="", window=window, is_causal=is_causal, detached=detached, deterministic=False, needs_grad=needs_grad,
-        backend=backend, precision="native", softcap=0.0, has_sinks=False, bias="", sharding=(), scale=D**-0.5, dropout_p=dropout_p,
-    )  # fmt: skip
+        D**-0.5, dropout_p, branches=branches, window=window, is_causal=is_causal, detached=detached, needs_grad=needs_grad, backend=backend
+    )
     q, k = (torch.empty((B, N, heads, D), dtype=dtype, device="meta") for heads in (H, Hk))
     given: dict[str, Any] = {}
     if keys is not None:

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from dilated_attention.backends.base import AttentionRequest, Backend, Bounds, Options
-from dilated_attention.engine.branches.launches import Into, Masks
+from dilated_attention.backends.base import AttentionRequest, Backend, Bounds, Options, Views
+from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Problems, Shape, problems_of
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern import DilatedPattern
@@ -27,7 +27,7 @@ class Runner(Protocol):
     (``branches/run_branches.py``), or a whole call on this project's kernels (``branches/run_tiles.py``)."""
 
     def forward(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
 
@@ -37,7 +37,7 @@ class Runner(Protocol):
         """
 
     def backward(
-        self, plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None
+        self, plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Views | None = None
     ) -> Tensors:
         """Returns (dq, dk, dv) in the inputs' dtype, contiguous where ``into`` names no place for them.
 

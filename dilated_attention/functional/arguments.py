@@ -21,7 +21,7 @@ from dilated_attention.engine.ops.resolve import CallInputs, find, remember, res
 from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
 from dilated_attention.engine.ops.transforms import is_eager
-from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names
+from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names, checked_softmax
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
@@ -184,15 +184,7 @@ def checked_settings(
     query_offset = check.check_query_offset(options.query_offset, q.shape[1], k.shape[1])
     check.check_key_padding_mask(options.key_padding_mask, k)
     check.check_cu_seqlens(options.cu_seqlens, q, k)
-    check.check_sinks(options.sinks, q)
-    if options.sinks is not None and options.mixture_grad == "detached":
-        raise ValueError(
-            "sinks are given with mixture_grad='detached', which lets no gradient reach the weights that sinks change; "
-            "expected mixture_grad='exact', or no sinks"
-        )
-    check_bias(options.bias, q, k)
-    if options.bias is not None and options.softcap is not None:
-        raise ValueError(f"bias is given with softcap {options.softcap}; expected one of them: scores are capped or have a bias")
+    softmax = checked_softmax(options, q, k, scale)
     registry.check_name(options.backend)
     return CallSettings(
         branches=checked,
@@ -204,14 +196,12 @@ def checked_settings(
         needs_grad=needs_grad(q, k, v, options.sinks, getattr(options.bias, "slopes", None)),
         backend=options.backend,
         precision=options.precision,
-        has_sinks=options.sinks is not None,
-        bias=getattr(options.bias, "kind", ""),
-        softcap=check.check_softcap(options.softcap, scale, q.dtype),
         sharding=sharding,
         scale=scale,
         dropout_p=dropout_p,
         query_offset=query_offset,
         seq_len=seq_len,
+        **softmax,
     )
 
 

@@ -270,4 +270,4 @@ def run(launch: KernelLaunch, *tensors: Any) -> None:
     """Launches a kernel on the device of the first tensor; for meta tensors it starts compiling for the current one."""
     device = tensors[0].device
     with on_device(device):
-        launch([0 if x is None else x.data_ptr() for x in tensors], lambda: tensors, NO_DEVICE if device.type == "meta" else device.index)
+        launch(tensors, NO_DEVICE if device.type == "meta" else device.index)

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypedDict, get_type_hints
 
 from dilated_attention.pattern import HeadOffsets
-from dilated_attention.validation import check_numbers_of_heads, check_plain
+from dilated_attention.validation import check_numbers_of_heads, check_plain, check_sinks, check_softcap
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -244,6 +244,24 @@ def check_names(function: str, options: Iterable[str]) -> None:
     for name in options:
         if name not in KEYWORDS[function]:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; it accepts {', '.join(KEYWORDS[function])}")
+
+
+def checked_softmax(options: Options, q: Tensor, k: Tensor, scale: float) -> dict[str, Any]:
+    """Checks the options that change the softmax, for checked q and k, and returns them as fields of ``CallSettings``."""
+    check_sinks(options.sinks, q)
+    if options.sinks is not None and options.mixture_grad == "detached":
+        raise ValueError(
+            "sinks are given with mixture_grad='detached', which lets no gradient reach the weights that sinks change; "
+            "expected mixture_grad='exact', or no sinks"
+        )
+    check_bias(options.bias, q, k)
+    if options.bias is not None and options.softcap is not None:
+        raise ValueError(f"bias is given with softcap {options.softcap}; expected one of them: scores are capped or have a bias")
+    return {
+        "has_sinks": options.sinks is not None,
+        "bias": getattr(options.bias, "kind", ""),
+        "softcap": check_softcap(options.softcap, scale, q.dtype),
+    }
 
 
 def check_bias(bias: Any, q: Tensor, k: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable
 from dilated_attention.backends.base import accumulation_dtype
-from dilated_attention.backends.block_gather import PIECE_BYTES, PIECE_BYTES_GPU
+from dilated_attention.backends.nonfinite import PIECE_BYTES, PIECE_BYTES_GPU
 from dilated_attention.distributed import ring_pass
 from dilated_attention.distributed.comm.call_consistency import device_memory
 from dilated_attention.distributed.exchange.plan import RingProblem, key_span

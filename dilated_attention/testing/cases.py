@@ -81,8 +81,7 @@ class Space:
     def of_backend(cls, name: str, **changes: Any) -> Space:
         """Returns the space of what a backend says that it supports. ``changes``: fields with other values."""
         capabilities = registry.get(name).capabilities
-        dims = tuple(sorted(capabilities.head_dims or HEAD_DIMS))
-        dims = tuple(d for d in dims if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0)
+        dims = tuple(d for d in HEAD_DIMS if d <= capabilities.max_head_dim and d % capabilities.head_dim_multiple == 0)
         # a backend that takes none of these takes at least its multiple
         dims = dims or (capabilities.head_dim_multiple,)
         supported = {option: getattr(capabilities, option) for option in ("window", "dropout", "softcap", "bias")}

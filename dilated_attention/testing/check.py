@@ -12,6 +12,7 @@ from dilated_attention.backends import BackendUnavailable, registry
 from dilated_attention.functional import (
     Alibi,
     Distance,
+    LocalOptions,
     attention,
     block_sparse_attention,
     block_sparse_dilated_attention,
@@ -58,7 +59,7 @@ class Report:
 
 def function_of(case: Case, x: Inputs) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns the public function of a case, its arguments after q, k and v, and its options."""
-    options = {name: getattr(case, name) for name in ("is_causal", "scale", "softcap", "dropout_p", "query_offset")}
+    options = {name: getattr(case, name) for name in LocalOptions.__annotations__ if hasattr(case, name)}
     options |= {name: getattr(x, name) for name in ("cu_seqlens", "key_padding_mask", "sinks")}
     options |= {"bias": bias_of(case, x), "return_lse": True}
     if case.window is not None:

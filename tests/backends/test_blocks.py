@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from dilated_attention.backends import registry
-from dilated_attention.backends.flash import flash4_blocks
+from dilated_attention.backends.flash import flash4
 from dilated_attention.backends.tiles import backend as triton_blocks
-from dilated_attention.backends.tiles.sizes import TileSizes
+from dilated_attention.backends.tiles.table import TileSizes
 from dilated_attention.backends.torch_ops import flex
 from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.pattern import BlockTensor, LocalWindow, MaskFunction, RandomBlocks
@@ -116,12 +116,12 @@ def test_long_lists_of_some_heads(use: Use) -> None:
 @pytest.mark.parametrize(("together", "limit"), [(1, 2**27), (1, 2**12), (2, 2**11)])
 def test_tables_hold_every_entry_once(together: int, limit: int, of_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks apart from those with a mask; a few long lists have tables of their own, and heads share one up to a limit of bytes."""
-    monkeypatch.setattr(flash4_blocks, "TABLE_BYTES", limit)
+    monkeypatch.setattr(flash4, "TABLE_BYTES", limit)
     kept = torch.rand(4, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.05
     kept[:, 66] = kept[2, :, 5] = True
     clear_block_lists()
     lists = block_lists(BlockTensor(kept, block_size=64), 70 * 64 - 10, 4, is_causal=True, device="cpu")
-    tables = flash4_blocks.tables_of(lists, of_columns, together)
+    tables = flash4.tables_of(lists, of_columns, together)
     found = []
     for table in tables:
         longest = int((table.partial[0] + table.full[0]).max())

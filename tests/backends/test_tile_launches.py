@@ -27,6 +27,11 @@ class Compiled:
         self.runs.append(args)
 
 
+def at(*pointers: int) -> list[Any]:
+    """Stand-ins of tensors at these addresses."""
+    return [SimpleNamespace(data_ptr=lambda pointer=pointer: pointer, device=torch.device("cpu")) for pointer in pointers]
+
+
 class Kernel:
     """A kernel before it is compiled, which counts how often Triton would bind its arguments."""
 
@@ -48,22 +53,18 @@ class Kernel:
 
 def test_a_launch_is_bound_once_and_again_where_pointers_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
-    kernel, made = Kernel(), []
+    kernel = Kernel()
     launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, warps=8, stages=3, dtypes=())
-
-    x, y = torch.empty(1), torch.empty(1)
-
-    def tensors() -> list[torch.Tensor]:
-        made.append(len(made))
-        return [x, y]
-
     call = [((32, 8), 1), ((32, 64), 2), ((48, 160), 2), ((49, 160), 3), ((16, 16), 3)]
+    given = []
     for pointers, bound in call:
-        launch(pointers, tensors, 1)
+        given.append(at(*pointers))
+        launch(given[-1], 1)
         # the first pointers were not aligned, so that their kernel may not serve others
-        assert len(kernel.bound) == len(made) == bound
+        assert len(kernel.bound) == bound
     options = {"FIRST": 1, "SECOND": 2, "num_warps": 8, "num_stages": 3}
-    assert all(grid == (7, 1) and args == (x, y, 5) and named == options for grid, args, named in kernel.bound)
+    bound_tensors = [tuple(given[i]) for i in (0, 1, 3)]
+    assert kernel.bound == [((7, 1), (*tensors, 5), options) for tensors in bound_tensors]
     first, second, third = (compiled.runs for compiled in kernel.compiled)
     assert not first and not third
     # constants in the order of the kernel's own signature
@@ -96,9 +97,9 @@ def test_launches_share_a_kernel_where_triton_selects_one(
 ) -> None:
     """It compiles others for 1, for multiples of 16 and for numbers beyond 32 bits."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
-    kernel, tensors, some = Compilable(), [torch.empty(1)] * 2, {"constants": {"FIRST": 1, "SECOND": 2}, "dtypes": "some"}
+    kernel, some = Compilable(), {"constants": {"FIRST": 1, "SECOND": 2}, "dtypes": "some"}
     for values, options in (([5], some), (numbers, some | changes)):
-        KernelLaunch(kernel, 7, values, **options)([16, 32], lambda: tensors, 1)  # type: ignore[arg-type]
+        KernelLaunch(kernel, 7, values, **options)(at(16, 32), 1)  # type: ignore[arg-type]
     assert len(kernel.bound) == (1 if shared else 2)
 
 
@@ -116,16 +117,16 @@ def test_a_kernel_that_compiles_ahead_is_waited_for_where_it_is_launched(
     monkeypatch.setattr(Compiled, "metadata", None, raising=False)
     kernel, x, y = Compilable(), torch.empty(4, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
     launch = KernelLaunch(kernel, 7, [5], {"FIRST": 1, "SECOND": 2}, dtypes=(x.dtype, y.dtype))
-    launch([0, 0], lambda: (x, y), NO_DEVICE)
-    launch([0, 0], lambda: (x, y), NO_DEVICE)
+    launch((x, y), NO_DEVICE)
+    launch((x, y), NO_DEVICE)
     with pytest.raises(ValueError, match="the compiler says no"):
-        launch([16, 32], lambda: (x, y), 1)
-    launch([0, 0], lambda: (x, y), NO_DEVICE)
+        launch(at(16, 32), 1)
+    launch((x, y), NO_DEVICE)
     tile_launch.finish()
     assert len(kernel.bound) == 2
     for rows in (16, 48):
         # of another length, and so another launch
-        KernelLaunch(kernel, rows, [5], {"FIRST": 1, "SECOND": 2}, dtypes=(x.dtype, y.dtype))([rows, 32], lambda: (x, y), 1)
+        KernelLaunch(kernel, rows, [5], {"FIRST": 1, "SECOND": 2}, dtypes=(x.dtype, y.dtype))(at(rows, 32), 1)
     assert len(kernel.bound) == 2
     options = {"FIRST": 1, "SECOND": 2, "num_warps": 4, "num_stages": 1}
     assert all(args == (x.dtype, y.dtype, 5) and named == {"grid": (1,), **options} for _, args, named in kernel.bound)

@@ -191,11 +191,11 @@ def test_what_compiles_ahead_is_what_is_launched(options: dict[str, Any], monkey
     launch: Any = KernelLaunch.__call__
     ahead: Any = tiles.compile_ahead
 
-    def recorded(self: KernelLaunch, pointers: Any, tensors: Any, device: int) -> None:
-        dtypes = [x.dtype for x in tensors()]
+    def recorded(self: KernelLaunch, tensors: Any, device: int) -> None:
+        dtypes = [x.dtype for x in tensors]
         (started if device == NO_DEVICE else launched).append((self.kernel.fn.__name__, dtypes, self.constants, self.options))
         if device != NO_DEVICE:
-            launch(self, pointers, tensors, device)
+            launch(self, tensors, device)
 
     def on_gpu(plan: Any, tensors: Any, has_padding: bool) -> None:
         there = tuple(SimpleNamespace(shape=x.shape, stride=x.stride, dtype=x.dtype, device=torch.device("cuda")) for x in tensors)

@@ -21,7 +21,7 @@ from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.testing import max_error
 from tests.helpers import fused
 
-onto_triton = pytest.importorskip("dilated_attention.backends.merge_inplace_triton")
+onto_triton = pytest.importorskip("dilated_attention.backends.merge_triton")
 Part = tuple[torch.Tensor, torch.Tensor]
 
 

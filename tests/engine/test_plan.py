@@ -202,9 +202,9 @@ def test_a_launch_into_given_views_has_the_gradient_of_lse_that_its_backend_lack
 # what each setting is to the choice of a backend: a field of the request, "by name", or "" where every kernel computes it, since it
 # changes which problems there are, what is done with their results, or nothing
 ASKED_OF_BACKENDS = {
-    "branches": "", "blocks": "blocks", "window": "window", "is_causal": "causal", "detached": "", "deterministic": "deterministic",
-    "needs_grad": "needs_grad", "backend": "by name", "precision": "precision", "softcap": "softcap", "has_sinks": "", "bias": "bias",
-    "sharding": "", "scale": "", "dropout_p": "dropout", "query_offset": "", "seq_len": "",
+    "scale": "", "dropout_p": "dropout", "query_offset": "", "seq_len": "", "branches": "", "blocks": "blocks", "window": "window",
+    "is_causal": "causal", "detached": "", "deterministic": "deterministic", "needs_grad": "needs_grad", "backend": "by name",
+    "precision": "precision", "softcap": "softcap", "has_sinks": "", "bias": "bias", "sharding": "",
 }  # fmt: skip
 
 

@@ -55,12 +55,12 @@ def test_the_launches_allocate_what_is_counted(kv_heads: int, budget: int, detac
     monkeypatch.setattr(launch.KernelLaunch, "__call__", lambda *_: None)
     taken: list[int] = []
 
-    class Recorded(launch.Workspace):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            taken.append(self.memory.numel())
+    def recorded(*arguments: Any) -> list[launch.Scratch]:
+        parts = launch.workspace(*arguments)
+        taken.append(parts[0].memory.numel())
+        return parts
 
-    monkeypatch.setattr(run, "Workspace", Recorded)
+    monkeypatch.setattr(run, "workspace", recorded)
     q, k, v = (torch.zeros(2, N, heads, D, dtype=torch.bfloat16) for heads in (H, kv_heads, kv_heads))
     branches = (PATTERN.segment_lengths, PATTERN.dilation_rates, "cyclic", "all", "mask")
     call = settings(branches=branches, is_causal=True, detached=detached, needs_grad=True, backend="math")

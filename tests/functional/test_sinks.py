@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import dilated_attention as da
-from dilated_attention.engine import sinks as engine_sinks
+from dilated_attention.backends import merge
 from dilated_attention.pattern import GlobalLocal
 from tests.helpers.machine import ON_CPU
 
-sinks_triton = pytest.importorskip("dilated_attention.engine.sinks_triton")
+merge_triton = pytest.importorskip("dilated_attention.backends.merge_triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N, H, D = 70, 4, 8
@@ -78,7 +78,7 @@ def test_heads_of_a_gradient_that_lie_far_apart() -> None:
     far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE).as_strided(out.shape, (64, 16, 2**30, 1))
     near = out.sin().bfloat16()
     far.copy_(near)
-    found, truth = (sinks_triton.sinks_gradient(x, None, out, lse, torch.zeros(3, device=DEVICE)) for x in (far, near))
+    found, truth = (merge_triton.sinks_gradient(x, None, out, lse, torch.zeros(3, device=DEVICE)) for x in (far, near))
     assert torch.equal(found, truth)
 
 
@@ -166,14 +166,14 @@ def test_kernels_are_their_twins(shape: tuple[int, int, int, int], dtype: torch.
     out, lse, sinks, dout, dlse = result(shape, dtype, device)
     # the twin itself, in float64 on the CPU
     wide, wide_lse, wide_sinks, wide_dout, wide_dlse = (x.cpu().double() for x in (out, lse, sinks, dout, dlse))
-    engine_sinks.add_sinks_(wide, wide_lse, wide_sinks)
-    sinks_triton.add_sinks_(out, lse, sinks)
+    merge.add_sinks_(wide, wide_lse, wide_sinks)
+    merge_triton.add_sinks_(out, lse, sinks)
     # Triton's interpreter cuts bfloat16 off instead of rounding it
     step = torch.finfo(dtype).eps / (1 if dtype is torch.bfloat16 and device == "cpu" else 2)
     assert bool(((out.cpu().double() - wide).abs() <= 1.01 * step * wide.abs() + 4e-6).all())
     torch.testing.assert_close(lse.cpu().double(), wide_lse, rtol=1e-6, atol=2e-6)
     for some, other in ((dlse, wide_dlse), (None, None)):
-        found = sinks_triton.sinks_gradient(dout, some, out, lse, sinks)
-        truth = engine_sinks.sinks_gradient(wide_dout, other, out.cpu().double(), lse.cpu().double(), wide_sinks)
+        found = merge_triton.sinks_gradient(dout, some, out, lse, sinks)
+        truth = merge.sinks_gradient(wide_dout, other, out.cpu().double(), lse.cpu().double(), wide_sinks)
         torch.testing.assert_close(found.cpu().double(), truth, rtol=2e-5, atol=2e-4)
-        assert torch.equal(found, sinks_triton.sinks_gradient(dout, some, out, lse, sinks))
+        assert torch.equal(found, merge_triton.sinks_gradient(dout, some, out, lse, sinks))

@@ -8,23 +8,7 @@ import pytest
 
 from dilated_attention.engine.ops.settings import CallSettings
 
-PLAIN = CallSettings(
-    branches=((4, 8), (1, 2), "cyclic", "all", "mask"),
-    blocks="",
-    window=(),
-    is_causal=False,
-    detached=False,
-    deterministic=False,
-    needs_grad=False,
-    backend="auto",
-    precision="native",
-    softcap=0.0,
-    has_sinks=False,
-    bias="",
-    sharding=(),
-    scale=0.5,
-    dropout_p=0.0,
-)
+PLAIN = CallSettings(0.5, branches=((4, 8), (1, 2), "cyclic", "all", "mask"))
 
 
 def settings(**changes: Any) -> CallSettings:

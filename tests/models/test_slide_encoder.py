@@ -431,10 +431,10 @@ def test_blocks_compile_ahead_what_they_launch(monkeypatch: pytest.MonkeyPatch) 
     launched: set[Any] = set()
     launch: Any = KernelLaunch.__call__
 
-    def recorded(self: KernelLaunch, pointers: Any, tensors: Any, device: int | None) -> None:
+    def recorded(self: KernelLaunch, tensors: Any, device: int | None) -> None:
         (started if device == NO_DEVICE else launched).add((self.kernel.fn.__name__, self.dtypes, tuple(self.constants.items())))
         if device != NO_DEVICE:
-            launch(self, pointers, tensors, 0)
+            launch(self, tensors, 0)
 
     monkeypatch.setattr(KernelLaunch, "__call__", recorded)
     stack: Any = model_of(tiny(dropout=0.25, drop_path=0.1)).encoder.train()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +16,6 @@ from torch import Tensor
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Bounds, Capabilities, Keys, Options, Views, new_results
 from dilated_attention.backends.mask_convert import flash_sides
 from dilated_attention.backends.selection import refresh
-
-
-class Lengths(NamedTuple):
-    """Which rows of the tensors are whose, in the order of ``flash_attn_3::fwd``. With None everywhere, all rows of a problem are its own.
-
-    Args:
-        queries, keys, new_keys: boundaries of S sequences that stand one after another, int32 (S + 1,).
-        used_queries, used_keys: how many of each problem's first rows are used, int32 (P,).
-        most_queries, most_keys: the most rows of a sequence.
-    """
-
-    queries: Tensor | None = None
-    keys: Tensor | None = None
-    new_keys: Tensor | None = None
-    used_queries: Tensor | None = None
-    used_keys: Tensor | None = None
-    most_queries: int | None = None
-    most_keys: int | None = None
 
 
 class Flash3Backend(Backend):
@@ -75,9 +57,8 @@ class Flash3Backend(Backend):
         out_view, _ = out
         if isinstance(keys, Bounds):
             # the op takes packed sequences without the dimension of problems, which is 1
-            lengths = Lengths(keys.queries, keys.keys, most_queries=keys.most_queries, most_keys=keys.most_keys)
             packed_view = None if out_view is None else out_view[0]
-            packed_out, lse = call_fwd(q[0], k[0], v[0], options.scale, options.causal, out=packed_view, lengths=lengths)
+            packed_out, lse = call_fwd(q[0], k[0], v[0], options.scale, options.causal, out=packed_view, bounds=keys)
             return packed_out[None] if out_view is None else out_view, lse[None]
         assert keys is None
         result, lse = call_fwd(q, k, v, options.scale, options.causal, flash_sides(options, q, k), out_view)
@@ -91,16 +72,15 @@ class Flash3Backend(Backend):
         assert dlse is None
         results = new_results(grads, (q, k, v))
         tensors: tuple[Tensor, ...] = dout, q, k, v, out, lse.contiguous(), *results
-        lengths = Lengths()
         if isinstance(keys, Bounds):
-            lengths = Lengths(keys.queries, keys.keys, most_queries=keys.most_queries, most_keys=keys.most_keys)
             # packed sequences have no window
             tensors, window_sides = tuple(x[0] for x in tensors), (-1, -1)
         else:
             assert keys is None
             window_sides = flash_sides(options, q, k)
-        # bwd takes no new keys
-        of_rows = lengths.queries, lengths.keys, lengths.used_queries, lengths.used_keys, lengths.most_queries, lengths.most_keys
+        bounds: tuple[Any, ...] = keys or (None,) * 4
+        # None: how many rows of each problem are used
+        of_rows = *bounds[:2], None, None, *bounds[2:]
         # what follows the window: softcap, deterministic, sm_margin
         after_window = 0.0, options.deterministic, 0
         # results go into these tensors: without them the build in xformers' wheel returns nothing useful
@@ -110,22 +90,26 @@ class Flash3Backend(Backend):
 
 def call_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, window_sides: tuple[int, int] = (-1, -1),
-    out: Tensor | None = None, *, lengths: Lengths | None = None, page_table: Tensor | None = None, num_splits: int = 1,
+    out: Tensor | None = None, *, bounds: Bounds | None = None, used_keys: Tensor | None = None, page_table: Tensor | None = None,
+    num_splits: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Calls ``flash_attn_3::fwd`` and returns (out, lse).
 
     Args:
-        q, k, v: (P, L, G, D) and (P, S, K, D); with boundaries in ``lengths`` (L, G, D) and (S, K, D).
+        q, k, v: (P, L, G, D) and (P, S, K, D); with ``bounds`` (L, G, D) and (S, K, D).
         window_sides: (left, right); −1 for unbounded.
         out: where out goes; None for a new tensor.
-        lengths: which rows are used; None: all rows of each problem.
+        bounds: boundaries of sequences in place of problems.
+        used_keys: how many of each problem's first keys are used, int32 (P,); None: all.
         page_table: the page of each block of keys, for keys in pages.
         num_splits: into how many parts a row's keys are split; 0: the library chooses.
     """
     # what follows the window: attention_chunk, softcap, is_rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin
     after_window = 0, 0.0, True, None, num_splits, None, 0
-    # None: k_new, v_new and q_v before out; after the table kv_batch_idx, leftpad_k, three arguments of rotation, three of fp8
-    tensors = q, k, v, *(None,) * 3, out, *(lengths or Lengths()), page_table, *(None,) * 8
+    of_rows: tuple[Any, ...] = bounds or (None,) * 4
+    # None: k_new, v_new and q_v before out; the boundaries of new keys and the used queries before the used keys; after the table
+    # kv_batch_idx, leftpad_k, three arguments of rotation, three of fp8
+    tensors = q, k, v, *(None,) * 3, out, *of_rows[:2], None, None, used_keys, *of_rows[2:], page_table, *(None,) * 8
     out, lse, *_ = _ops().fwd(*tensors, scale, causal, *window_sides, *after_window)
     return out, lse
 

@@ -1,17 +1,35 @@
-"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known backend here on Hopper and Blackwell."""
+"""FlashAttention-4 (CuTe DSL): ``pip install --pre "flash-attn-4[cu13]"``. The fastest known backend here on Hopper and Blackwell.
+
+Over lists of blocks, on Hopper: its kernels take one row of indices per block, padded to the longest. Such a table needs rows × longest
+list: at a million positions, one block that keeps everything (a global one) would make it 256 MiB. So blocks with long lists and blocks
+with short ones get separate tables, in runs of neighbours, and groups are processed a few at a time.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
-from dilated_attention.backends.flash import flash4_blocks
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
+from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.mask_convert import window_sizes
+from dilated_attention.pattern.blocks.base import elements_of
 from dilated_attention.pattern.blocks.block_lists import BlockLists
+
+# launches over parts of the columns that run side by side; each additional one takes memory for its dq
+_MOST_CONCURRENT = 3
+# the largest size of one table; it holds all groups if they fit
+TABLE_BYTES = 128 * 2**20
+# a list counts as long if it has more than this many times the mean
+_LONG = 4
+_MOST_RUNS = 8
 
 
 class Flash4Backend(Backend):
@@ -65,7 +83,7 @@ class Flash4Backend(Backend):
         if request.head_dim < 8:
             reasons.append(f"head_dim is at least 8, not {request.head_dim}")
         if request.blocks is not None:
-            reasons += flash4_blocks.block_reasons(request)
+            reasons += block_reasons(request)
         return reasons
 
     def forward(
@@ -74,7 +92,7 @@ class Flash4Backend(Backend):
         interface, (out_view, lse_view) = _interface(), out
         if keys is not None:
             assert isinstance(keys, BlockLists)
-            return flash4_blocks.forward_blocks(interface, q, k, v, keys, options, out_view)
+            return forward_blocks(interface, q, k, v, keys, options, out_view)
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         # the kernel writes lse in rows of stride 1
         lse_rows = lse_view if lse_view is not None and lse_view.stride(-1) == 1 else new_lse(q)
@@ -97,7 +115,7 @@ class Flash4Backend(Backend):
         interface = _interface()
         if keys is not None:
             assert isinstance(keys, BlockLists)
-            return flash4_blocks.backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
+            return backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         lse = _with_dense_rows(lse, q.shape[-1])
         dlse = None if dlse is None else _with_dense_rows(dlse, q.shape[-1])
@@ -125,9 +143,233 @@ def _with_dense_rows(x: Tensor, head_dim: int) -> Tensor:
     return x if x.stride(-1) == 1 and head_dim <= 128 else x.contiguous()
 
 
-@functools.lru_cache(maxsize=1)
 def _interface() -> Any:
     """Returns the library's module, imported at the first launch."""
     from flash_attn.cute import interface
 
     return interface
+
+
+class BlockTable(NamedTuple):
+    """Lists of blocks [start, end) of one side for some heads: counts (batch, heads, blocks) and indices (batch, heads, blocks, width).
+
+    Args:
+        heads: the range of heads; (0, 1) where all heads share one list.
+        partial, full: (counts, indices) int32 of the blocks with a mask of pairs, and of the blocks kept whole.
+    """
+
+    heads: tuple[int, int]
+    start: int
+    end: int
+    partial: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor]
+
+
+def block_reasons(request: AttentionRequest) -> list[str]:
+    """Returns reasons against a request with block lists; measured on 4.0.0b36, compute capability 9.0."""
+    assert request.blocks is not None
+    capability = request.hardware.capability
+    reasons = []
+    if capability is None or capability[0] != 9:
+        reasons.append("its block-sparse kernels were tested only on compute capability 9.0")
+    if request.head_dim > 128:
+        reasons.append(f"with lists of blocks head_dim is at most 128, not {request.head_dim}")
+    if request.needs_grad:
+        q_block, k_block = request.blocks
+        if k_block != 128 or (request.head_dim <= 64 and q_block != 128):
+            least = "128x128" if request.head_dim <= 64 else "64x128 or 128x128"
+            reasons.append(f"its backward with head_dim {request.head_dim} takes blocks of {least}, not {q_block}x{k_block}")
+        if request.deterministic:
+            reasons.append("its backward over lists of blocks is not deterministic here")
+    return reasons
+
+
+def forward_blocks(
+    interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse). ``out``: a view to write to."""
+    (out,), lse = new_results((out,), (q,)), new_lse(q)
+    mask_mod, interval = _interval(lists)
+    tables = tables_of(lists, False, q.shape[2] // k.shape[2])
+    settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None)
+    parts: list[tuple[slice, slice, Tensor]] = []
+    launches: list[tuple[tuple[Tensor, ...], Any]] = []
+    for table in tables:
+        rows = slice(table.start * lists.q_block, min(table.end * lists.q_block, lists.num_queries))
+        heads, kv_heads = _heads(table, lists, q, k)
+        tensors = q[:, rows, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, rows, heads]
+        # the kernel requires a dense lse
+        part = lse
+        if len(tables) > 1:
+            part = lse.new_empty((q.shape[0], heads.stop - heads.start, rows.stop - rows.start))
+            parts.append((heads, rows, part))
+        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
+        aux = None if interval is None else [x[rows.start :].contiguous() for x in interval]
+        call = functools.partial(
+            interface._flash_attn_fwd,
+            *tensors[:3],
+            softmax_scale=options.scale,
+            softcap=options.softcap,
+            return_lse=True,
+            out=tensors[3],
+            lse=part,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
+        launches.append(((*tensors, part, *sparse[:4], *(aux or ())), call))
+    # a few rows of many blocks, as those of global tokens, would leave most of the GPU idle for as long as all others take
+    with Streams(q.device, min(2, len(tables))) as streams:
+        for index, (given, call) in enumerate(launches):
+            with streams.stream(index):
+                replay_forward(interface, given, settings, call)
+    for heads, rows, part in parts:
+        lse[:, heads, rows] = part
+    return out, lse
+
+
+def backward_blocks(
+    interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None, into: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes (dq, dk, dv).
+
+    Args:
+        tensors: dout, q, k, v, out, lse.
+        into: a view for dq, which is written to unless dq is the sum of more than two launches: it is then another tensor, in float32.
+    """
+    dout, q, k, v, out, lse = tensors
+    tables = tables_of(lists, True, q.shape[2] // k.shape[2])
+    cut = len({table.start for table in tables}) > 1
+    # those of a few columns of many blocks run concurrently with the others, each with a dq of its own
+    concurrent = cut and len(tables) <= _MOST_CONCURRENT
+    more_dqs = len(tables[1:]) if concurrent else 0
+    dk, dv, *dqs = new_results((None, None, into, *(None,) * more_dqs), (k, v, q, *(q,) * more_dqs))
+    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut and not concurrent else None
+    mask_mod, interval = _interval(lists)
+    replay = replay_backward(q, k)
+    settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, dlse is not None)
+    launches: list[tuple[tuple[Tensor, ...], slice, Any]] = []
+    for index, table in enumerate(tables):
+        rows = slice(table.start * lists.k_block, min(table.end * lists.k_block, lists.num_keys))
+        heads, kv_heads = _heads(table, lists, q, k)
+        mine = [q[:, :, heads], k[:, rows, kv_heads], v[:, rows, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads].contiguous()]
+        grads = [dqs[index if concurrent else 0][:, :, heads], dk[:, rows, kv_heads], dv[:, rows, kv_heads]]
+        more = [] if dlse is None else [dlse[:, heads].contiguous()]
+        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
+        # the kernel counts keys from the first key of the launch
+        aux = None if interval is None else [x - rows.start for x in interval] if rows.start else list(interval)
+
+        call = functools.partial(
+            interface._flash_attn_bwd,
+            *mine,
+            softmax_scale=options.scale,
+            softcap=options.softcap,
+            dq=grads[0],
+            dk=grads[1],
+            dv=grads[2],
+            dlse=more[0] if more else None,
+            mask_mod=mask_mod,
+            aux_tensors=aux,
+            block_sparse_tensors=sparse,
+        )
+        launches.append(((*mine, *grads, *more, *sparse[:4], *(aux or ())), heads, call))
+    with Streams(q.device, 2 if concurrent else 1) as streams:
+        for index, (given, heads, call) in enumerate(launches):
+            with streams.stream(index):
+                replay(interface, given, settings, call)
+            if total is not None:
+                total[:, :, heads] += dqs[0][:, :, heads]
+    if len(dqs) == 2:
+        # rounded once
+        return dqs[0].add_(dqs[1]), dk, dv
+    if len(dqs) > 2:
+        total = dqs[0].float()
+        for dq in dqs[1:]:
+            total += dq
+    return dqs[0] if total is None else total, dk, dv
+
+
+def _heads(table: BlockTable, lists: BlockLists, q: Tensor, k: Tensor) -> tuple[slice, slice]:
+    """Returns the query and key heads of a table."""
+    H, K = q.shape[2], k.shape[2]
+    if lists.num_heads == 1:
+        return slice(0, H), slice(0, K)
+    first, last = table.heads
+    group = H // K
+    assert first % group == 0 and last % group == 0, "tables are cut between key heads"
+    return slice(first, last), slice(first // group, last // group)
+
+
+def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, heads: int) -> Any:
+    """Returns the table in the interface's form; every tensor has its final shape, so that the interface copies and expands nothing."""
+    sides = []
+    for counts, indices in (table.partial, table.full):
+        sides += [counts.expand(batch, heads, -1), indices.expand(batch, heads, -1, -1)]
+    return interface.BlockSparseTensorsTorch(*sides, block_size=(lists.q_block, lists.k_block))
+
+
+def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
+    if lists.masks is None:
+        return None, None
+    assert lists.interval is not None, "only interval masks are supported"
+    # the kernels' language is imported at the first launch
+    from dilated_attention.backends.flash.flash4_mask import interval_mask
+
+    missing = lists.num_rows * lists.q_block - lists.num_queries
+    # the kernels also read the bounds of the missing rows of the last block
+    bounds = lists.derived(
+        "whole blocks", lambda some: tuple(F.pad(x, (0, missing)).contiguous() for x in some.interval or ()), by_length=True
+    )
+    return interval_mask, bounds
+
+
+def tables_of(lists: BlockLists, of_columns: bool, together: int) -> tuple[BlockTable, ...]:
+    """Returns tables of the key blocks of every query block, or of the query blocks of every key block.
+
+    Args:
+        together: the number of heads that share a key head and so must stay in one table.
+    """
+    return lists.derived(("tables", of_columns, together), lambda x: tuple(_tables(x, of_columns, together)))
+
+
+def _tables(lists: BlockLists, of_columns: bool, together: int) -> Iterator[BlockTable]:
+    starts, others, masks = lists.by_column if of_columns else (lists.row_starts, lists.columns, lists.masks)
+    # the most blocks in a list: the widest table that libraries accept
+    blocks, most = (lists.num_columns, lists.num_rows) if of_columns else (lists.num_rows, lists.num_columns)
+    B, H = lists.num_batch, lists.num_heads
+    longest = starts.diff().view(B, H, blocks).amax((0, 1))
+    for start, end in _runs(longest):
+        per_head = max(1, B * (end - start) * int(longest[start:end].max()) * 4)
+        step = H if H == 1 else max(together, TABLE_BYTES // per_head // together * together)
+        for first in range(0, H, step):
+            last = min(first + step, H)
+            lists_of_table = torch.arange(B * H * blocks, device=starts.device).view(B, H, blocks)[:, first:last, start:end].flatten()
+            row, entry = elements_of(starts[lists_of_table].long(), starts[lists_of_table + 1].long())
+            other, shape = others.index_select(0, entry), (B, last - first, end - start)
+            whole = torch.ones_like(entry, dtype=torch.bool) if masks is None else masks.index_select(0, entry) < 0
+            parts = (kept.nonzero()[:, 0] for kept in (~whole, whole))
+            partial, full = (_side(row.index_select(0, part), other.index_select(0, part), shape, most) for part in parts)
+            yield BlockTable((first, last), start, end, partial, full)
+
+
+def _runs(longest: Tensor) -> list[tuple[int, int]]:
+    """Returns ranges of neighbouring blocks with lists of similar length, or one range if there are too many or nothing is gained."""
+    lengths = longest.cpu().double()
+    blocks = lengths.shape[0]
+    if blocks < 64 or float(lengths.max()) <= _LONG * float(lengths.mean()):
+        return [(0, blocks)]
+    long = lengths > _LONG * lengths.mean()
+    bounds = [0, *(torch.nonzero(long[1:] != long[:-1]).flatten() + 1).tolist(), blocks]
+    return list(itertools.pairwise(bounds)) if len(bounds) - 1 <= _MOST_RUNS else [(0, blocks)]
+
+
+def _side(row: Tensor, other: Tensor, shape: tuple[int, int, int], most: int) -> tuple[Tensor, Tensor]:
+    """Builds (counts, indices) of entries by scattering each to its place."""
+    counts = torch.bincount(row, minlength=shape[0] * shape[1] * shape[2])
+    # rounds the width up, so that similar widths share whatever is compiled per shape
+    longest = int(counts.max()) if counts.numel() else 0
+    width = max(1, min(-(-longest // 16) * 16, most))
+    place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
+    indices = torch.zeros((counts.shape[0], width), dtype=torch.int32, device=row.device)
+    indices[row, place] = other.to(torch.int32)
+    return counts.to(torch.int32).view(shape), indices.view(*shape, width)

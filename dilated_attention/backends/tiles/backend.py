@@ -3,7 +3,6 @@ and v in place; only a dense backward under padding copies k and v. No atomics a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,11 +13,11 @@ from torch import Tensor
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.sizes import LARGE_MEMORY, head_blocks, sizes
+from dilated_attention.backends.tiles.table import LARGE_MEMORY, head_blocks, sizes
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 if TYPE_CHECKING:
-    from dilated_attention.backends.tiles.call import Prepared, TileCall
+    from dilated_attention.backends.tiles.call import Prepared
 
 
 # the largest head dim in float32
@@ -98,27 +97,15 @@ def float32_precision() -> str:
 
 
 def _prepared(q: Tensor, k: Tensor, options: Options) -> Prepared:
-    from dilated_attention.backends.tiles.call import prepared
-
-    band = options.mask.band
-    if options.causal:
-        # the last query sees the last key
-        band = (None, k.shape[1] - q.shape[1])
-    call = _dense_call(q.shape[1], k.shape[1], q.shape[2], options.scale, band, float32_precision())
-    return prepared(call, q.shape[0], k.shape[2], q.shape[3], q.dtype, q.device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _dense_call(
-    num_queries: int, num_keys: int, heads: int, scale: float, band: tuple[int | None, int | None] | None, precision: str
-) -> TileCall:
-    from dilated_attention.backends.tiles.call import TileCall
+    from dilated_attention.backends.tiles.call import TileCall, prepared
     from dilated_attention.backends.tiles.table import Walk
 
-    longest = max(num_queries, num_keys)
-    low, high = band or (None, None)
-    walk = Walk(((longest, 1),), ((0, longest),), (0, num_queries), 0, 0, num_keys)
-    return TileCall(walk, ((0,) * heads,), scale, None if low is None else -low, high, precision=precision)
+    (B, Nq, H, D), (Nk, Hk) = q.shape, k.shape[1:3]
+    # if it is causal, the last query sees the last key
+    low, high = (None, Nk - Nq) if options.causal else options.mask.band or (None, None)
+    walk = Walk(((max(Nq, Nk), 1),), ((0, max(Nq, Nk)),), (0, Nq), 0, 0, Nk)
+    call = TileCall(walk, ((0,) * H,), options.scale, None if low is None else -low, high, precision=float32_precision())
+    return prepared(call, B, Hk, D, q.dtype, q.device)
 
 
 def _mask_arguments(options: Options, k: Tensor) -> dict[str, Any]:

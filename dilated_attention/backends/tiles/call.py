@@ -12,10 +12,9 @@ from torch import Tensor
 
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Workspace
+from dilated_attention.backends.tiles.launch import NO_DEVICE, KernelLaunch, Scratch, workspace
 from dilated_attention.backends.tiles.rows import PACKED_WORDS, pack_kernel, words_of
-from dilated_attention.backends.tiles.sizes import Extent, head_blocks
-from dilated_attention.backends.tiles.table import MAX_PLACES, Walk, counts_of, share_keys
+from dilated_attention.backends.tiles.table import MAX_PLACES, Extent, Walk, counts_of, head_blocks, share_keys
 from dilated_attention.backends.tiles.table_kernels import spans_kernel, table_kernel
 
 Tensors = tuple[Tensor, ...]
@@ -56,7 +55,7 @@ class Tables:
         is_causal: tiles are in the order that suits causality.
         tile: positions of a tile.
 
-    ``num_tiles``: of queries, and of keys. ``lengths``, ``rates``: of each branch. ``starts``, made by the first ``pointers``: those of
+    ``num_tiles``: of queries, and of keys. ``lengths``, ``rates``: of each branch. ``starts``, made by the first ``parts``: those of
     documents, then the last one's end, up to 2**walk.steps + 1 numbers, then the documents' indices, longest first; of one document a 0.
     """
 
@@ -66,11 +65,11 @@ class Tables:
         lengths, rates = zip(*walk.branches, strict=True)
         self.lengths, self.rates = int_tensors((tuple([min(w, 2**31 - 1) for w in lengths]), rates), device)
         self.index = index_of(device)
-        self._space: Workspace | None = None
+        self._made: tuple[Scratch, ...] = ()
         self._stream, self._copied = -1, torch.cuda.Event() if device.type == "cuda" else None
 
-    def pointers(self) -> tuple[int, int, int]:
-        """Returns those of the spans and of both tables, which the first call makes. The current device must be theirs.
+    def parts(self) -> tuple[Scratch, ...]:
+        """Returns the spans and both tables, which the first call makes. The current device must be theirs.
 
         If another stream made them, the current one waits for it, and their memory is marked as used by this stream.
 
@@ -79,41 +78,36 @@ class Tables:
         """
         if self._copied is not None and (stream := torch._C._cuda_getCurrentRawStream(self.index)) != self._stream:
             is_captured, current = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(self.device)
-            if self._space is None and is_captured:
+            if not self._made and is_captured:
                 # tables made by its replays would be read by other calls before them
                 raise RuntimeError(
                     "a CUDA graph captures a call that has not run before, or not lately: run it once right before the capture"
                 )
-            if self._space is None:
-                self._space, self._stream = self._make(), stream
+            if not self._made:
+                self._made, self._stream = self._make(), stream
                 self._copied.record(current)
             elif not is_captured:
                 # a graph cannot wait for events outside it
                 current.wait_event(self._copied)
-                for made in (self._space.memory, self.starts):
+                for made in (self._made[0].memory, self.starts):
                     made.record_stream(current)
-        elif self._space is None:
-            self._space = self._make()
-        assert self._space is not None
-        spans, _, rows = self._space.pointers
-        # a row has 8 numbers of 4 bytes
-        return spans, rows, rows + 32 * self.num_tiles[0]
+        elif not self._made:
+            self._made = self._make()
+        return self._made
 
-    def tensors(self) -> Tensors:
-        """Returns views of them, where a launch asks for tensors: making one takes longer than a launch."""
-        assert self._space is not None, "pointers() first"
-        spans, _, rows = self._space.tensors()
-        return spans, *rows.split([8 * count for count in self.num_tiles])
+    @property
+    def of_pattern(self) -> Tensors:
+        """What the launch that combines branches reads in addition."""
+        return self.starts, self.lengths, self.rates
 
-    def _make(self) -> Workspace:
+    def _make(self) -> tuple[Scratch, ...]:
         walk = self.walk
         # on the stream of the kernels that read them
         self.starts = _starts_of(walk, self.device)
-        of_pattern = self.starts, self.lengths, self.rates
         documents, branches, num_rows = len(walk.documents), walk.num_branches, sum(self.num_tiles)
         # the spans; the tiles before each document; the rows
         sizes = 2 * documents * branches, 2 * branches * (documents + 1), 8 * num_rows
-        space = Workspace(self.device, *((size, torch.int32) for size in sizes))
+        spans, before, rows = workspace(self.device, *((size, torch.int32) for size in sizes))
         ranges, is_one = (documents, walk.documents[-1][1], *walk.queries, walk.keys[1]), documents == 1
         # where the order of the documents begins in ``starts``
         order = 2**walk.steps + 1
@@ -125,12 +119,10 @@ class Tables:
             table_kernel, num_rows, (*ranges, self.tile, order, self.num_tiles[0], walk.longest_document, walk.steps),
             {"BRANCHES": branches, "CAUSAL": self.is_causal, "ONE": is_one}, warps=1, dtypes=(),
         )  # fmt: skip
-        spans, before, rows = space.pointers
-        pointers = [spans, before, *(x.data_ptr() for x in of_pattern)]
-        make_spans(pointers, lambda: (*space.tensors()[:2], *of_pattern), self.index)
+        make_spans([spans, before, *self.of_pattern], self.index)
         if num_rows:
-            make_rows([rows, *pointers], lambda: (space.tensors()[2], *space.tensors()[:2], *of_pattern), self.index)
-        return space
+            make_rows([rows, spans, before, *self.of_pattern], self.index)
+        return spans, *rows.split(*(8 * count for count in self.num_tiles))
 
 
 def _starts_of(walk: Walk, device: torch.device) -> Tensor:
@@ -174,15 +166,14 @@ class Prepared:
         self.num_queries, self.num_keys = q_last - self.q_first, walk.keys[1]
         self.shared = share_keys(call.offsets, self.group)
         assert self.shared or walk.key_direct < 0
-        self.key_heads = kv_heads if self.shared else self.num_heads
+        extent = self.extent = Extent.of(walk, self.shared, batch, self.num_heads, kv_heads, head_dim)
         # numbers of places: part rows, which the merge and the sum read, and δ's, of all branches
-        of_queries, of_keys, self.longest = counts_of(walk, False), counts_of(walk, True), walk.longest
-        self.part_rows, self.delta_rows, self.key_part_rows = of_queries.num_places, of_queries.all_places, of_keys.num_places
-        if (most := max(of_queries.all_places, of_keys.all_places)) > MAX_PLACES:
+        self.part_rows, self.delta_rows, self.key_part_rows = extent.part_rows, extent.delta_rows, extent.key_part_rows
+        self.key_heads, self.longest = extent.key_heads, walk.longest
+        if (most := max([counts_of(walk, of_keys).all_places for of_keys in (False, True)])) > MAX_PLACES:
             raise ValueError(
                 f'branches take {most:,} positions per head; tiles can count up to {MAX_PLACES:,}: use backend="auto", or shorter sequences'
             )
-        self.extent = Extent(batch, self.num_heads, self.key_heads, head_dim, self.part_rows, self.delta_rows, self.key_part_rows)
         self.tables, (self.offsets,) = tables_of(walk, call.right == 0, walk.tile, device), int_tensors((call.offsets,), device)
         D0, D1 = head_blocks(head_dim)
         self.bounds = (call.left or 0, call.right or 0)
@@ -207,9 +198,8 @@ class Prepared:
             blocks = -(-self.words // PACKED_WORDS)
             numbers = padding.stride(0), branches, self.num_keys, self.words, blocks
             self.launches[key] = (KernelLaunch(pack_kernel, blocks * branches * self.batch, numbers, {"WORDS": PACKED_WORDS}, dtypes=()),)
-        tensors = padding, self.tables.rates, words
         with on_device(self.device):
-            self.launches[key][0]([x.data_ptr() for x in tensors], lambda: tensors, self.index)
+            self.launches[key][0]([padding, self.tables.rates, words], self.index)
         return words
 
     def read_with(self, padding: Tensor | None, words: Words | None, bias: Tensor | None) -> Tensors:
@@ -224,7 +214,4 @@ class Prepared:
         return self.offsets, unread if padding is None else padding, *drawn, unread if bias is None else bias
 
 
-@functools.lru_cache(maxsize=64)
-def prepared(call: TileCall, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Prepared:
-    """Returns a cached ``Prepared``."""
-    return Prepared(call, batch, kv_heads, head_dim, dtype, device)
+prepared = functools.lru_cache(maxsize=64)(Prepared)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.sizes import aligned_bytes, all_aligned
+from dilated_attention.backends.tiles.table import aligned_bytes, all_aligned
 
 NO_DEVICE = -1
 # compiled kernels, or those being compiled, by all that Triton selects them by: a new length finds its kernels here
@@ -31,6 +31,37 @@ _unfinished: set[Future[Any]] = set()
 def _specialised(kernel: Any) -> tuple[bool, ...]:
     """Returns for each argument of a kernel whether Triton compiles another variant for 1 and for multiples of 16."""
     return tuple([not argument.do_not_specialize for argument in kernel.params])
+
+
+class Scratch(NamedTuple):
+    """A part of one allocation: what a launch takes in place of a tensor, since making a view takes longer than a launch."""
+
+    pointer: int
+    memory: Tensor
+    start: int
+    elements: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+    def tensor(self) -> Tensor:
+        return self.memory[self.start : self.start + self.elements * self.dtype.itemsize].view(self.dtype)
+
+    def split(self, *counts: int) -> list[Scratch]:
+        """Returns the first so many elements, the next ones, …"""
+        starts = [count * self.dtype.itemsize for count in itertools.accumulate(counts, initial=0)]
+        return [
+            Scratch(self.pointer + at, self.memory, self.start + at, count, self.dtype) for at, count in zip(starts, counts, strict=False)
+        ]
+
+
+def workspace(device: torch.device, *parts: tuple[int, torch.dtype]) -> list[Scratch]:
+    """Returns the scratch memory of one pass, in a single allocation: aligned parts of (elements, dtype)."""
+    *starts, size = itertools.accumulate([aligned_bytes(*part) for part in parts], initial=0)
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    first = memory.data_ptr()
+    return [Scratch(first + start, memory, start, *part) for start, part in zip(starts, parts, strict=True)]
 
 
 class KernelLaunch:
@@ -55,16 +86,17 @@ class KernelLaunch:
         self._compiled: Any = None
         self._rest: tuple[Any, ...] = ()
 
-    def __call__(self, pointers: Sequence[int], tensors: Callable[[], Sequence[Any]], device: int) -> None:
+    def __call__(self, tensors: Sequence[Tensor | Scratch | None], device: int) -> None:
         """Launches the kernel.
 
         Args:
-            pointers: those of ``tensors()``, on the current device; 0 for a tensor that is None.
+            tensors: on the current device.
             device: its index. ``NO_DEVICE``, for meta tensors: compiling for the current device starts, and nothing is launched.
         """
         if device == NO_DEVICE:
-            self._start(tensors(), torch.cuda.current_device())
+            self._start(tensors, torch.cuda.current_device())
             return
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
         aligned, compiled = all_aligned(pointers), self._compiled
         if compiled is None and aligned:
             variant = self._variant(len(pointers), device)
@@ -78,7 +110,7 @@ class KernelLaunch:
             stream = torch._C._cuda_getCurrentRawStream(device)
             compiled.run(*self.programs, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
             return
-        given = tensors()
+        given: list[Any] = [x.tensor() if isinstance(x, Scratch) else x for x in tensors]
         with on_device(given[0].device):
             compiled = self.kernel[self.programs](*given, *self.numbers, **self.constants, **self.options)
         # the interpreter compiles nothing; with another Triton every launch goes through its binding
@@ -109,25 +141,6 @@ class KernelLaunch:
         # numbers beyond 32 bits are compiled in 64
         wide = tuple([i for i, x in enumerate(self.numbers) if x >= 2**31 or x < -(2**31)])
         return self.kernel, device, self.dtypes, tuple(self.constants.items()), *self.options.values(), kinds, wide
-
-
-class Workspace:
-    """The scratch memory of one pass in a single allocation; each part is aligned and has (elements, dtype)."""
-
-    def __init__(self, device: torch.device, *parts: tuple[int, torch.dtype]) -> None:
-        self.parts, self.starts, size = parts, [], 0
-        for elements, dtype in parts:
-            self.starts.append(size)
-            size += aligned_bytes(elements, dtype)
-        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-        first = self.memory.data_ptr()
-        self.pointers = [first + start for start in self.starts]
-
-    def tensors(self) -> list[Tensor]:
-        return [
-            self.memory[start : start + elements * dtype.itemsize].view(dtype)
-            for start, (elements, dtype) in zip(self.starts, self.parts, strict=True)
-        ]
 
 
 def knows_triton() -> bool:

@@ -11,13 +11,12 @@ from torch import Tensor
 from dilated_attention.backends.base import HALVES, Bias
 from dilated_attention.backends.dropout import Words, threshold_of
 from dilated_attention.backends.hardware import capability, has_gluon, multiprocessors, on_device
-from dilated_attention.backends.tiles import backward as backward_kernels
 from dilated_attention.backends.tiles import combine
+from dilated_attention.backends.tiles.backward import key_kernel, query_kernel
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
-from dilated_attention.backends.tiles.launch import KernelLaunch, Workspace
-from dilated_attention.backends.tiles.sizes import all_aligned, sizes
-from dilated_attention.backends.tiles.table import step_of
+from dilated_attention.backends.tiles.launch import KernelLaunch, workspace
+from dilated_attention.backends.tiles.table import all_aligned, sizes, step_of
 
 Tensors = tuple[Tensor, ...]
 _LOG2_E = 1.4426950408889634
@@ -110,32 +109,30 @@ def forward(
         parts: (B, H, places, D), flat. It receives the separate outputs of all branches except the direct one; None does not store them.
     """
     rows = p.batch * p.num_heads * p.part_rows
-    given = q, k, v, out, lse
-    addresses = [x.data_ptr() for x in given]
-    aligned = all_aligned(addresses)
+    aligned = all_aligned([x.data_ptr() for x in (q, k, v, out, lse)])
     key = q.stride(), k.stride(), v.stride(), out.stride(), None if padding is None else padding.stride(), dropout_p, aligned, bias is None
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _forward_launches(p, q, k, v, out, padding, dropout_p, aligned, bias is not None)
+        B, H, call = p.batch, p.num_heads, p.call
+        threshold, keep_scale = _drawing(dropout_p)
+        numbers = (
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
+            B, H, p.group, p.q_first, call.walk.queries[1], p.num_queries, p.num_keys, p.part_rows, call.walk.direct, *p.bounds,
+            call.scale * _LOG2_E, threshold, keep_scale,
+        )  # fmt: skip
+        masks, flags = _masks(padding, dropout_p, bias), {"ZERO_KEYS": call.zero_keys}
+        tiles = _tile_launch(p, "forward", forward_kernel, numbers, flags, masks, (q, k, v, out) if aligned else None)
+        strides = out.stride(), (H * p.num_queries, 1, p.num_queries)
+        launches = p.launches[key] = tiles, combine_launch(p, *(_of_entries(p, x) for x in strides))
     last = p.read_with(p.packed(padding), words, packed_bias(bias))
-    space = Workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else None
-
-    def unmerged() -> tuple[Tensor, Tensor]:
-        if space is None:
-            return out, lse
-        own, part_lse = space.tensors()
-        return own if parts is None else parts, part_lse
-
-    own, part_lse = addresses[3:] if space is None else space.pointers
-    own = own if parts is None else parts.data_ptr()
+    # results before the merge
+    own, part_lse = workspace(q.device, *p.extent.forward(q.dtype, is_saved=parts is not None)) if rows else (out, lse)
+    own = own if parts is None else parts
     with on_device(q.device):
-        spans_at, queries_at, _ = p.tables.pointers()
-        pointers = [*addresses, own, part_lse, queries_at, *(x.data_ptr() for x in last)]
-        launches[0](pointers, lambda: (*given, *unmerged(), p.tables.tensors()[1], *last), p.index)
+        spans, queries, _ = p.tables.parts()
+        launches[0]([q, k, v, out, lse, own, part_lse, queries, *last], p.index)
         if rows:
-            of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
-            pointers = [*addresses[3:], own, part_lse, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[1](pointers, lambda: (out, lse, *unmerged(), p.tables.tensors()[0], *of_pattern), p.index)
+            launches[1]([out, lse, own, part_lse, spans, *p.tables.of_pattern, p.offsets], p.index)
 
 
 def packed_bias(bias: Bias | None) -> Tensor | None:
@@ -148,21 +145,8 @@ def _pad_strides(p: Prepared, padding: Tensor | None) -> tuple[int, int]:
     return (0, 0) if padding is None else (p.call.walk.num_branches * p.words, p.words)
 
 
-def _forward_launches(
-    p: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, padding: Tensor | None, dropout_p: float,
-    aligned: bool, has_bias: bool,
-) -> tuple[KernelLaunch, ...]:  # fmt: skip
-    call, walk = p.call, p.call.walk
-    threshold, keep_scale = _drawing(dropout_p)
-    B, H, rows = p.batch, p.num_heads, p.part_rows
-    numbers = (
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
-        B, H, p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys, rows, walk.direct, *p.bounds,
-        call.scale * _LOG2_E, threshold, keep_scale,
-    )  # fmt: skip
-    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
-    tiles = _tile_launch(p, "forward", forward_kernel, numbers, {"ZERO_KEYS": call.zero_keys}, masks, (q, k, v, out) if aligned else None)
-    return tiles, combine_launch(p, *(_of_entries(p, x) for x in (out.stride(), (H * p.num_queries, 1, p.num_queries))))
+def _masks(padding: Tensor | None, dropout_p: float, bias: Bias | None) -> dict[str, bool]:
+    return {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": bias is not None}
 
 
 def backward(
@@ -181,81 +165,51 @@ def backward(
     shapes = (q, k, v, dout, out, *grads)
     # without dlse, lse stands in for it and is not read as such
     given = q, k, v, out if parts is None else parts, lse, dout, lse if dlse is None else dlse
-    addresses, results = [x.data_ptr() for x in given], [x.data_ptr() for x in grads]
-    aligned = all_aligned((*addresses, *results))
+    aligned = all_aligned([x.data_ptr() for x in (*given, *grads)])
     key = (
         *[x.stride() for x in shapes], None if padding is None else padding.stride(), None if dlse is None else dlse.stride(),
         parts is None, dropout_p, aligned, bias is None,
     )  # fmt: skip
     launches = p.launches.get(key)
     if launches is None:
-        launches = p.launches[key] = _backward_launches(p, shapes, dlse, padding, parts is not None, dropout_p, aligned, bias is not None)
-    scratch_parts = p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None)
-    _, (q_size, _), (k_size, _), _ = scratch_parts
-    space = Workspace(q.device, *scratch_parts)
+        masks, drawing = _masks(padding, dropout_p, bias), (p.call.scale * _LOG2_E, p.call.scale, *_drawing(dropout_p))
+        aligned_tensors = shapes if aligned else None
+        walk, heads, range_ = p.call.walk, (p.batch, p.num_heads), (p.group, p.q_first, p.call.walk.queries[1], p.num_queries, p.num_keys)
+        q_, k_, v_, dout_, out_, *grads_ = (x.stride()[:3] for x in shapes)
+        dlse_ = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
+        numbers = (
+            *q_, *k_, *v_, *out_, *dout_, *grads_[0], *dlse_, *_pad_strides(p, padding), *heads, *range_, p.part_rows, p.delta_rows,
+            walk.direct, *p.bounds, *drawing,
+        )  # fmt: skip
+        flags = {"OWN": parts is not None, "DLSE": dlse is not None}
+        of_queries = _tile_launch(p, "query", query_kernel, numbers, flags, masks, aligned_tensors)
+        numbers = (
+            *q_, *k_, *v_, *dout_, *grads_[1], *grads_[2], 0 if padding is None else padding.stride(0), *heads, p.kv_heads, *range_,
+            p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing,
+        )  # fmt: skip
+        of_keys = _tile_launch(p, "key", key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
+        launches = p.launches[key] = of_queries, of_keys, combine_launch(p, *(_of_entries(p, x) for x in grads_))
+    stats, *sums = workspace(q.device, *p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None))
+    # a direct branch alone writes the results themselves
+    q_parts, k_parts, v_parts = (x if x.elements else grad for x, grad in zip(sums, grads, strict=True))
     if bias is not None:
         # what each query adds to the slopes' gradient in each branch; a head that is not in a branch writes nothing
         num_stats = 3 if words is None else 5
-        of_slopes = space.tensors()[0].view(p.batch, p.num_heads, num_stats, p.delta_rows)[:, :, -1].zero_()
-
-    def scratch() -> tuple[Tensor, ...]:
-        stats, *sums = space.tensors()
-        return stats, *(x if x.numel() else grad for x, grad in zip(sums, grads, strict=True))
-
-    def queries() -> tuple[Tensor, ...]:
-        stats, q_parts, _, _ = scratch()
-        return *given, stats, grads[0], q_parts, p.tables.tensors()[1], *query_last
-
-    def keys() -> tuple[Tensor, ...]:
-        stats, _, k_parts, v_parts = scratch()
-        return q, k, v, dout, stats, *grads[1:], k_parts, v_parts, p.tables.tensors()[2], *key_last
+        of_slopes = stats.tensor().view(p.batch, p.num_heads, num_stats, p.delta_rows)[:, :, -1].zero_()
 
     packed = packed_bias(bias)
     query_last = p.read_with(p.packed(padding), words, packed)
     # the key kernel reads the queries' words from the statistics
     offsets, hidden, _, _, *others = p.read_with(padding, words, packed)
     key_last = offsets, hidden, *others
-    stats_at, *sums = space.pointers
-    q_at, k_at, v_at = (at if size else result for at, size, result in zip(sums, (q_size, k_size, k_size), results, strict=True))
     with on_device(q.device):
-        spans_at, queries_at, keys_at = p.tables.pointers()
-        launches[0]([*addresses, stats_at, results[0], q_at, queries_at, *(x.data_ptr() for x in query_last)], queries, p.index)
-        pointers = [*addresses[:3], addresses[5], stats_at, *results[1:], k_at, v_at, keys_at, *(x.data_ptr() for x in key_last)]
-        launches[1](pointers, keys, p.index)
-        if q_size or k_size:
-            of_pattern = p.tables.starts, p.tables.lengths, p.tables.rates, p.offsets
-            pointers = [*results, q_at, k_at, v_at, spans_at, *(x.data_ptr() for x in of_pattern)]
-            launches[2](pointers, lambda: (*grads, *scratch()[1:], p.tables.tensors()[0], *of_pattern), p.index)
+        spans, queries, keys = p.tables.parts()
+        launches[0]([*given, stats, grads[0], q_parts, queries, *query_last], p.index)
+        launches[1]([q, k, v, dout, stats, *grads[1:], k_parts, v_parts, keys, *key_last], p.index)
+        if sums[0].elements or sums[1].elements:
+            launches[2]([*grads, q_parts, k_parts, v_parts, spans, *p.tables.of_pattern, p.offsets], p.index)
     if bias is not None and bias.gradient is not None:
         bias.gradient.add_(of_slopes.sum((0, 2)))
-
-
-def _backward_launches(
-    p: Prepared, tensors: Sequence[Tensor], dlse: Tensor | None, padding: Tensor | None, has_parts: bool, dropout_p: float,
-    aligned: bool, has_bias: bool,
-) -> tuple[KernelLaunch, ...]:  # fmt: skip
-    call, walk = p.call, p.call.walk
-    aligned_tensors = tuple(tensors) if aligned else None
-    threshold, keep_scale = _drawing(dropout_p)
-    B, H, Hk = p.batch, p.num_heads, p.kv_heads
-    q, k, v, dout, out, dq, dk, dv = (x.stride()[:3] for x in tensors)
-    lse = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
-    drawing = call.scale * _LOG2_E, call.scale, threshold, keep_scale
-    masks = {"PADDING": padding is not None, "DROPOUT": dropout_p > 0, "BIAS": has_bias}
-    range_ = p.group, p.q_first, walk.queries[1], p.num_queries, p.num_keys
-    numbers = (
-        *q, *k, *v, *out, *dout, *dq, *lse, *_pad_strides(p, padding), B, H, *range_, p.part_rows, p.delta_rows, walk.direct, *p.bounds,
-        *drawing,
-    )  # fmt: skip
-    queries = _tile_launch(
-        p, "query", backward_kernels.query_kernel, numbers, {"OWN": has_parts, "DLSE": dlse is not None}, masks, aligned_tensors
-    )
-    numbers = (
-        *q, *k, *v, *dout, *dk, *dv, 0 if padding is None else padding.stride(0), B, H, Hk, *range_, p.key_part_rows, p.delta_rows,
-        walk.key_direct, *p.bounds, *drawing,
-    )  # fmt: skip
-    keys = _tile_launch(p, "key", backward_kernels.key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
-    return queries, keys, combine_launch(p, *(_of_entries(p, x) for x in (dq, dk, dv)))
 
 
 def combine_launch(p: Prepared, *strides: Sequence[int]) -> KernelLaunch:

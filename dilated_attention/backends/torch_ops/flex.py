@@ -86,7 +86,7 @@ class FlexBackend(Backend):
         return grads[0], grads[1], grads[2]
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None = None) -> tuple[Tensor, Tensor]:
+def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None) -> tuple[Tensor, Tensor]:
     """Returns (out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:
@@ -137,7 +137,7 @@ def _call_flex(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(kind: tuple[Any, ...], search: bool = False) -> Any:
+def _compiled(kind: tuple[Any, ...], search: bool) -> Any:
     """Returns one compiled function for each kind of call.
 
     Dynamo counts recompiles per code object, so each function gets its own: a process that meets many shapes would otherwise use up one

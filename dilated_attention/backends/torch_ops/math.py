@@ -39,7 +39,7 @@ class MathBackend(ContainedBackend):
         source="plain torch; no limits of its own",
     )
 
-    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns (out (P, L, G, D), lse (P, G, L)). ``pairs``: a mask of kept pairs, bool (P, 1 or L, S), besides those in ``options``."""
         P, L, G, D = q.shape
         acc = accumulation_dtype(q.dtype)
@@ -61,8 +61,8 @@ class MathBackend(ContainedBackend):
         return out, lse
 
     def raw_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
-        pairs: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
+        pairs: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns (dq, dk, dv) of this launch's keys in the accumulation dtype; ``out`` and ``lse`` may be those of more keys."""
         P, L, G, D = q.shape

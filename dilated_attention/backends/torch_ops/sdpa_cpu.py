@@ -41,20 +41,14 @@ class SdpaCpuBackend(ContainedBackend):
         ),
     )
 
-    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
         """``forward`` with ``pairs``, a mask of kept pairs that replaces the mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        bias = empty_PL = None
-        if pairs is not None:
-            bias, empty_PL = _bias_of_pairs(pairs, q.dtype), ~pairs.any(-1)
-        elif options.mask.padding is not None or options.mask.band is not None:
-            bias, empty_PL = additive_bias(q, k, options)
+        bias, empty_PL = additive_bias(q, k, options, pairs)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
-        out = out.transpose(1, 2)
-        if empty_PL is not None:
-            out, lse = clear_empty_rows(out, lse, empty_PL)
+        out, lse = clear_empty_rows(out.transpose(1, 2), lse, empty_PL)
         # lse 0 may come from a single key with the score 0, or from NaN scores
         zero_lse = lse == 0
         not_finite = ~(lse < torch.inf) | (~out.isfinite().all(-1).transpose(1, 2) if not all_finite(out) else False)
@@ -67,15 +61,11 @@ class SdpaCpuBackend(ContainedBackend):
         return out, lse
 
     def raw_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
-        pairs: Tensor | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
+        pairs: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert dlse is None
-        bias = None
-        if pairs is not None:
-            bias = _bias_of_pairs(pairs, q.dtype)
-        elif options.mask.padding is not None or options.mask.band is not None:
-            bias = additive_bias(q, k, options)[0]
+        bias, _ = additive_bias(q, k, options, pairs)
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads_first, lse, 0.0, options.causal, attn_mask=bias, scale=options.scale
@@ -85,10 +75,3 @@ class SdpaCpuBackend(ContainedBackend):
             exact = _MATH.raw_backward(dout, q, k, v, out, lse, options, None, pairs)
             dq, dk, dv = (torch.where(x.isfinite(), x, y.to(x.dtype)) for x, y in zip((dq, dk, dv), exact, strict=True))
         return dq, dk, dv
-
-
-def _bias_of_pairs(pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts bool (P, L or 1, S) to a bias (P, 1, L or 1, S) with 0 where kept and −inf elsewhere."""
-    return torch.where(
-        pairs, torch.zeros((), dtype=dtype, device=pairs.device), torch.full((), -torch.inf, dtype=dtype, device=pairs.device)
-    )[:, None]

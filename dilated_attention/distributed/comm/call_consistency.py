@@ -19,6 +19,11 @@ from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spe
 MOST_KINDS = 4096
 # calls that a rank remembers, such as those of a step's layers
 _MOST_CALLS = 64
+# settings that may differ between ranks, or that messages name or show otherwise; every other one is compared as it is
+_NAMED_OTHERWISE = {
+    "branches", "blocks", "detached", "needs_grad", "backend", "precision", "has_sinks", "bias", "sharding", "scale", "dropout_p",
+    "query_offset", "seq_len",
+}  # fmt: skip
 
 
 def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float) -> list[Any]:
@@ -173,15 +178,16 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
         # it limits how much may be received at once, which must be the same on all ranks
         "device memory, GiB": device_memory(q.device) >> 30,
         "key_padding_mask": None if padding is None else "given",
-        "window": list(settings.window) or None,
-        "is_causal": settings.is_causal,
+        **{
+            name: value if isinstance(value, bool) else value or None
+            for name, value in settings._asdict().items()
+            if name not in _NAMED_OTHERWISE
+        },
         "scale": settings.scale,
-        "softcap": settings.softcap or None,
         "sinks": "given" if settings.has_sinks else None,
         "bias": f"by {settings.bias}" if settings.bias else None,
         "dropout_p": settings.dropout_p,
         "mixture_grad": "detached" if settings.detached else "exact",
-        "deterministic": settings.deterministic,
         "requires_grad": settings.needs_grad,
         "exchange": ring.exchange,
         "head_steps": ring.head_steps or None,

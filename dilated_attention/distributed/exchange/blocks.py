@@ -20,7 +20,7 @@ from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at
 from dilated_attention.engine.blocks.lists import select_groups, select_rows
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.ops.prepare import options_of, select_backend
+from dilated_attention.engine.ops.prepare import select_backend
 from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_request, forward_lists
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
@@ -76,7 +76,7 @@ class BlockPart(Part):
             queries, keys = (x.expand(batch, -1) for x in (self.positions, positions))
             entries, heads = torch.arange(batch, device=device), torch.arange(*self.heads, device=device)
             dropout = Dropout(settings.dropout_p, masks.seed, entries, heads, queries, keys)
-        return options_of(settings, mask=Mask(masks.padding), dropout=dropout, bias=masks.bias)
+        return settings.kernel_options(mask=Mask(masks.padding), dropout=dropout, bias=masks.bias)
 
     def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
         """Returns the backend of a pass on tensors like these, or raises BackendUnavailable; None if no key is kept."""

@@ -78,7 +78,7 @@ def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Any, arr
         rows = max(1, _BLOCK // (2 * width))
         constants = {"D": D, "D_BLOCK": width, "U": rows}
         launch = step.made[key] = KernelLaunch(_copy_kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
-    launch([x.data_ptr() for x in tensors], lambda: tensors, index_of(of[0].device))
+    launch(tensors, index_of(of[0].device))
 
 
 def _strides(pair: Pair) -> tuple[int, ...]:

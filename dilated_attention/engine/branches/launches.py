@@ -21,8 +21,6 @@ from dilated_attention.engine.branches.problems import Problem, Range
 
 # limit on one launch's results, which briefly exist twice (the kernel's own and merged); longer branches run in chunks of segments
 PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
-# where a pass writes out, or dq, dk and dv: views of any strides whose last one is 1. Where there is None, it makes a tensor
-Into = tuple[Tensor | None, ...]
 # a view without its tensor: index of the tensor, strides of B and S, sizes and strides (L, G, …), offset
 View = tuple[int, int, int, tuple[int, ...], tuple[int, ...], int]
 _MOST_GEOMETRIES = 8192
@@ -149,24 +147,9 @@ def problems_at_once(
     return max(1, count)
 
 
-def results_like(tensors: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:
-    """Returns where results of these tensors' shapes and dtypes go: their places, or new tensors."""
-    places = (None,) * len(tensors) if into is None else into
-    return tuple(
-        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if to is None else to for x, to in zip(tensors, places, strict=True)]
-    )
-
-
 def narrowed(tensors: tuple[Tensor, ...], num_heads: int, heads: Range, batch: slice = _ALL, positions: slice = _ALL) -> tuple[Tensor, ...]:
     """Returns views of some batch entries, positions and heads, or of the corresponding key/value heads where a tensor has only those."""
     return tuple([x[batch, positions, slice(*[head * x.shape[2] // num_heads for head in heads])] for x in tensors])
-
-
-def copied_into(results: tuple[Tensor, ...], into: Into | None) -> tuple[Tensor, ...]:
-    """Returns results, those with a place in ``into`` copied there."""
-    if into is None:
-        return results
-    return tuple([x if place is None else place.copy_(x) for x, place in zip(results, into, strict=True)])
 
 
 def without_padding(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -178,8 +161,8 @@ def without_padding(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tenso
 
 
 def masks_of(masks: Masks, dropout_p: float, positions: tuple[int, int], batch: int, device: torch.device) -> list[Tensor]:
-    """Returns what the masks of launches are cut from, by positions of the whole sequence: padding, positions, batch elements (B, N, 1),
-    and coordinates (B, N, 1, 2).
+    """Returns what the masks of launches are cut from, by positions of the whole sequence: padding of keys, positions of queries and of
+    keys, batch elements of keys (B, N, 1), and coordinates of queries and of keys (B, N, 1, 2).
 
     Args:
         positions: the first and the last one.
@@ -187,24 +170,24 @@ def masks_of(masks: Masks, dropout_p: float, positions: tuple[int, int], batch: 
     # of any strides, as a caller's mask has them, where launches are kept
     cut_from = [] if masks.padding is None else [masks.padding.contiguous()]
     if dropout_p:
-        cut_from.append(torch.arange(*positions, device=device).repeat(batch, 1))
+        cut_from += [torch.arange(*positions, device=device).repeat(batch, 1)] * 2
         cut_from.append(torch.arange(batch, device=device)[:, None].repeat(1, positions[1] - positions[0]))
-    return [x[..., None] for x in cut_from] + ([] if masks.bias is None else [masks.bias.keys.contiguous()[:, :, None]])
+    return [x[..., None] for x in cut_from] + ([] if masks.bias is None else [masks.bias.keys.contiguous()[:, :, None]] * 2)
 
 
-def rows_of(letters: str, tensors: Sequence[Tensor], position: int, padding: bool, dropout: bool, bias: bool = False) -> list[Rows]:
-    """Returns the rows of tensors and, after them, of their masks.
+def rows_of(letters: str, tensors: Sequence[Tensor], position: int, masks: Masks, dropout_p: float) -> list[Rows]:
+    """Returns the rows of tensors and of their masks.
 
     Args:
-        letters: a letter for each tensor, "q" for rows of queries, "k" for rows of keys; after these tensors come those of ``masks_of``.
+        letters: a letter for each of the first tensors, "q" for rows of queries, "k" for rows of keys; the last ones are ``masks_of``.
         position: position of the first query row.
     """
-    rows = [Rows(i, x == "k", tensors[i].shape, tensors[i].stride(), 0 if x == "k" else position) for i, x in enumerate(letters)]
-    # padding of keys, positions of queries and of keys, batch elements, coordinates of queries and of keys
-    at = len(tensors) - padding - 2 * dropout - bias
-    which = [(at, True)] * padding + [(at + padding, False), (at + padding, True), (at + padding + 1, True)] * dropout
-    which += [(len(tensors) - 1, False), (len(tensors) - 1, True)] * bias
-    return rows + [Rows(i, keys, tensors[i].shape, tensors[i].stride(), shared=True) for i, keys in which]
+    of_masks = "k" * (masks.padding is not None) + "qkk" * (dropout_p > 0) + "qk" * (masks.bias is not None)
+    numbers = [*range(len(letters)), *range(len(tensors) - len(of_masks), len(tensors))]
+    return [
+        Rows(i, x == "k", tensors[i].shape, tensors[i].stride(), position * (x == "q" and not shared), shared)
+        for i, x, shared in zip(numbers, letters + of_masks, [False] * len(letters) + [True] * len(of_masks), strict=True)
+    ]
 
 
 def masked(launch: Launch, views: list[Tensor], masks: Masks, dropout_p: float, first_head: int) -> Options:

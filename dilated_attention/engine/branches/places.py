@@ -83,11 +83,8 @@ def combine(layout: Layout, results: Sequence[Tensor], parts: Sequence[Tensor]) 
     if strides not in p.launches:
         p.launches[strides] = (combine_launch(p, *strides),)
     with on_device(device):
-        given, tables = (*results, *parts), p.tables
-        spans, _, _ = tables.pointers()
-        of_pattern = tables.starts, tables.lengths, tables.rates, p.offsets
-        pointers = [*(x.data_ptr() for x in given), spans, *(x.data_ptr() for x in of_pattern)]
-        p.launches[strides][0](pointers, lambda: (*given, tables.tensors()[0], *of_pattern), p.index)
+        spans, _, _ = p.tables.parts()
+        p.launches[strides][0]([*results, *parts, spans, *p.tables.of_pattern, p.offsets], p.index)
 
 
 # a call limits its transient memory to this many bytes, or to this share of the bytes of q, k and v if that is more

@@ -41,7 +41,7 @@ class HeadGroup(NamedTuple):
     shift: int = 0
 
 
-def head_groups(members: Sequence[Member], group_size: int, shifted: bool = True) -> list[tuple[HeadGroup, int, int]]:
+def head_groups(members: Sequence[Member], group_size: int, shifted: bool) -> list[tuple[HeadGroup, int, int]]:
     """Divides members into few groups and returns each with the head and the offset of its first member.
 
     Args:

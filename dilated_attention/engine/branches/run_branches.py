@@ -23,11 +23,9 @@ from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.engine.branches import places
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
-    Into,
     Launch,
     Masks,
     View,
-    copied_into,
     launches_of,
     masked,
     masks_of,
@@ -69,7 +67,7 @@ class Part(NamedTuple):
 
 
 def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``Runner.forward``."""
     B, N, H, _ = q.shape
@@ -81,10 +79,10 @@ def forward(
         _forward(plan, part, part.narrow(H, *views), _masks_of(masks, part), saved)
 
     _in_chunks(plan, q.device, run)
-    return copied_into((out,), into)[0], lse
+    return placed((out,), into)[0], lse
 
 
-def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Views | None = None) -> Tensors:
     """See ``Runner.backward``."""
     dout, q, k, v, out, lse = tensors
     H = q.shape[2]
@@ -107,7 +105,7 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
                 grad.copy_(share)
 
     _in_chunks(plan, q.device, run, at_places=at_places)
-    return copied_into(grads, into)
+    return placed(grads, into)
 
 
 def has_own_keys(plan: Plan) -> bool:
@@ -277,7 +275,7 @@ def _on_streams(
     tensors = tensors + masks_of(masks, 0.0, (0, 0), 0, device)
 
     def make() -> list[tuple[Launch, ...]]:
-        rows = rows_of(letters, tensors, 0, masks.padding is not None, False)
+        rows = rows_of(letters, tensors, 0, masks, 0.0)
         for index, place in elsewhere.items():
             rows[index] = rows[index]._replace(place=place)
         part_bytes = None if whole else PART_BYTES.get(device.type, PART_BYTES["cuda"])

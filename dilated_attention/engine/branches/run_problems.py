@@ -20,18 +20,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Options, accumulation_dtype, placed
+from dilated_attention.backends.base import Backend, Options, Views, accumulation_dtype, new_results, placed
 from dilated_attention.backends.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
-    Into,
     Launch,
     Masks,
-    copied_into,
     launches_of,
     masked,
     masks_of,
-    results_like,
     rows_of,
     without_padding,
 )
@@ -44,31 +41,31 @@ _TILE = 128
 
 
 def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
 ) -> tuple[Tensor, Tensor]:
     if not plan.one_launch:
         out, lse = run_forward(plan, plan.problems, q, k, v, masks)
-        return copied_into((out,), into)[0], lse.transpose(1, 2).contiguous()
+        return placed((out,), into)[0], lse.transpose(1, 2).contiguous()
     place = None if into is None else into[0]
     if plan.key_rows is not None:
         k, v = k[:, plan.key_rows], v[:, plan.key_rows]
-        (place,) = results_like((q,), into)
+        (place,) = new_results(into, (q,))
     out, lse = placed(plan.backend.forward(q, k, v, plan.options, plan.bounds, out=(place, None)), (place, None))
     return out if place is not None else out.contiguous(), lse.contiguous()
 
 
-def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Views | None = None) -> Tensors:
     dout, q, k, v, out, lse = tensors
     can = plan.backend.capabilities
     if not plan.one_launch or (plan.bounds is not None and dlse is not None):
         # of documents in one launch, too, the share of dlse is computed problem by problem
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
         tensors = dout, q, k, v, out, lse.transpose(1, 2).contiguous()
-        return copied_into(run_backward(plan, plan.problems, tensors, masks, dlse), into)
+        return placed(run_backward(plan, plan.problems, tensors, masks, dlse), into)
     if plan.bounds is None and (into is None or not can.writes_views or (dlse is not None and not can.lse_grad)):
         parts = shares(plan.backend, tensors, plan.options, dlse)
-        return copied_into(tuple([part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True)]), into)
-    grads = dq, dk, dv = results_like((q, k, v), into)
+        return placed(tuple([part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True)]), into)
+    grads = dq, dk, dv = new_results(into, (q, k, v))
     if plan.key_rows is not None:
         if (plan.key_rows.start, plan.key_rows.stop) != (0, k.shape[1]):
             # rows that no query sees
@@ -158,7 +155,7 @@ def _launches(plan: Plan, problems: Problems, letters: str, tensors: list[Tensor
     key = letters, id(problems)
     made: Sequence[Launch] | None = plan.made.get(key)
     if made is None:
-        rows = rows_of(letters, tensors, settings.query_offset, masks.padding is not None, settings.dropout_p > 0, masks.bias is not None)
+        rows = rows_of(letters, tensors, settings.query_offset, masks, settings.dropout_p)
         part_bytes = PART_BYTES.get(q.device.type, PART_BYTES["cuda"])
         of_problems = launches_of(problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
         made = plan.made[key] = tuple(itertools.chain.from_iterable(of_problems))

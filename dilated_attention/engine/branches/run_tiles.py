@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention.backends.base import Views, new_results
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.sizes import Extent, scratch_bytes
-from dilated_attention.backends.tiles.table import counts_of
-from dilated_attention.engine.branches.launches import Into, Masks, narrowed, results_like, without_padding
+from dilated_attention.backends.tiles.table import Extent, counts_of, scratch_bytes
+from dilated_attention.engine.branches.launches import Masks, narrowed, without_padding
 from dilated_attention.engine.branches.places import input_bytes, layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
 from dilated_attention.engine.plan import Plan, Tensors, Terms
@@ -126,22 +126,22 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> bool:
 
 
 def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Into | None = None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
 ) -> tuple[Tensor, Tensor]:
     k, v = without_padding(k, v, masks.padding)
-    (out,) = results_like((q,), into)
+    (out,) = new_results(into, (q,))
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     for share in plan.once("shares", lambda: shares_of(plan, q.device)):
         _forward(plan, share, share.narrow(q.shape[2], q, k, v, out), share.rows(lse), masks, saved)
     return out, lse
 
 
-def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Into | None = None) -> Tensors:
+def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, saved: Tensor | None, into: Views | None = None) -> Tensors:
     from dilated_attention.backends.tiles import run
 
     dout, q, k, v, out, lse = tensors
     k, v = without_padding(k, v, masks.padding)
-    grads = results_like((q, k, v), into)
+    grads = new_results(into, (q, k, v))
     for share in plan.once("shares", lambda: shares_of(plan, q.device)):
         p = share.prepared
         dout_, q_, k_, v_, out_, dq, dk, dv = share.narrow(q.shape[2], dout, q, k, v, out, *grads)
@@ -189,10 +189,8 @@ def terms(plan: Plan) -> Terms:
     # all batch entries take the same amount
     for B, heads in dict.fromkeys((last - first, heads) for (first, last), heads in ranges_of(plan)):
         layout = layout_of(plan.pattern, shape, own if plan.is_backward else is_saved, heads)
-        queries, keys = counts_of(layout.walk, False), counts_of(layout.walk, True)
         H = heads[1] - heads[0]
-        key_heads = H // (shape.num_heads // shape.num_kv_heads) if layout.shared else H
-        extent = Extent(B, H, key_heads, head_dim, queries.num_places, queries.all_places, keys.num_places)
+        extent = Extent.of(layout.walk, layout.shared, B, H, H * shape.num_kv_heads // shape.num_heads, head_dim)
         size = forward = scratch_bytes(extent.forward(plan.dtype, is_saved=is_saved or (own and plan.is_backward)))
         if plan.is_backward:
             size = scratch_bytes(extent.backward(plan.dtype, dropout=dropout, bias=bias))

@@ -18,9 +18,9 @@ from dilated_attention.backends.flash import flash3
 
 # models, which do not import backends, ask for it here
 from dilated_attention.backends.hardware import has_kernels as has_kernels
+from dilated_attention.backends.merge import add_sinks_
 from dilated_attention.engine.decode.keys import Cached, Runs
 from dilated_attention.engine.memory import explains_shortage
-from dilated_attention.engine.sinks import add_sinks_
 
 
 def torch_decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
@@ -95,8 +95,7 @@ class Explained:
 
 def _flash3(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
     assert runs.dense is not None
-    lengths = flash3.Lengths(used_keys=runs.dense)
-    out, lse = flash3.call_fwd(q[:, None], cached.k, cached.v, scale, lengths=lengths, page_table=cached.table, num_splits=0)
+    out, lse = flash3.call_fwd(q[:, None], cached.k, cached.v, scale, used_keys=runs.dense, page_table=cached.table, num_splits=0)
     return out[:, 0], lse[:, :, 0]
 
 

@@ -200,7 +200,7 @@ block_sparse_dilated_attention_op = define_attention(
 )
 
 
-def kept_pairs(lists: BlockLists, front: int = 0) -> int:
+def kept_pairs(lists: BlockLists, front: int) -> int:
     """Counts the (query, key) pairs that lists keep, over all their groups, without the first ``front`` queries."""
     row, column = lists.row_of_entry % lists.num_rows, lists.columns.long()
     # of each block the rows low … high − 1, and the first width columns

@@ -23,7 +23,7 @@ from dilated_attention.backends.base import Mask
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
 from dilated_attention.engine.branches.launches import PART_BYTES
 from dilated_attention.engine.branches.places import layout_of, stages_of
-from dilated_attention.engine.branches.problems import Range, Shape
+from dilated_attention.engine.branches.problems import Range, Shape, offsets_of
 from dilated_attention.engine.branches.run_tiles import head_bytes
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.plan import Plan, Runner, Tensors
@@ -63,14 +63,16 @@ def make_plan(
     # the most positions that a problem spans, and the most rows that it has
     longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
     length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
-    causal, window = settings.is_causal, None
+    window = None
     if settings.window:
         # libraries count the sides of a window in 32 bits
         left, right = (None if side < 0 else min(side, Nk) for side in settings.window)
         window = left, right
     # masks, dropout and bias depend on positions, so a launch with them holds only heads of one offset
     by_position = settings.dropout_p > 0 or bool(settings.bias)
-    shape = Shape(H, Hk, (first, first + Nq), (0, Nk), documents, causal, window, shifted_heads=not has_padding and not by_position)
+    shape = Shape(
+        H, Hk, (first, first + Nq), (0, Nk), documents, settings.is_causal, window, shifted_heads=not has_padding and not by_position
+    )
     # with detached mixing the backward reads what the forward saved, so both run alike
     both = settings.detached and (settings.needs_grad or is_backward)
 
@@ -84,7 +86,7 @@ def make_plan(
         if not named:
             chosen = registry.get(packed_library(pattern, rounded_shape(shape), request, B, chosen.name))
         is_whole = runs_on_tiles(pattern, shape, request, B, chosen.name, both=both, named=named, host_ms=host_ms[is_backward])
-        return request, options_of(settings), chosen, is_whole
+        return request, settings.kernel_options(), chosen, is_whole
 
     kind = decision = None
     if is_one:
@@ -206,22 +208,14 @@ def request_of(
         num_kv_heads=k.shape[2],
         causal=settings.is_causal,
         needs_grad=is_backward,
-        dropout=settings.dropout_p > 0,
-        softcap=settings.softcap > 0,
-        bias=bool(settings.bias),
         deterministic=settings.deterministic or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,
         extent=extent_of(views, span),
         length=rounded_length(length),
+        **settings.features,
         **more,
     )
-
-
-def options_of(settings: CallSettings, **masks: Any) -> Options:
-    """Returns what every launch of a call is told; ``masks``: its mask, dropout and bias."""
-    deterministic = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-    return Options(settings.scale, deterministic=deterministic, softcap=settings.softcap, **masks)
 
 
 def extent_of(views: Tensors, length: int) -> int:
@@ -335,8 +329,7 @@ def packed_library(pattern: DilatedPattern, shape: Shape, request: AttentionRequ
 
     It is the preferred one, which computes problem by problem, unless one that takes boundaries in place of problems is faster.
     """
-    may_be_packed = pattern.num_branches == 1 and (shape.is_cut or len(shape.documents) > 1)
-    if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or not may_be_packed:
+    if request.hardware.device_type != "cuda" or request.key_mask or request.dropout or pattern.num_branches > 1:
         return preferred
     for name in registry.order(request):
         backend = registry.get(name)
@@ -407,9 +400,13 @@ def rounded(num_positions: int) -> int:
     return -(-num_positions // step) * step
 
 
-def _operations(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int) -> float:
+def _kernel_ms(
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, name: str, assumed: dict[bool, tuple[float, float]]
+) -> float:
+    """Returns the time of a backend's kernels at its shipped rate, or at the one that is ``assumed`` for its kind."""
+    rate = rates.rate_of(name, request) or assumed[request.needs_grad][request.dtype is torch.float32]
     # two products of matrices forward, five backward, of two operations each
-    return (10 if request.needs_grad else 4) * request.head_dim * _pairs(pattern, shape) * batch
+    return (10 if request.needs_grad else 4) * request.head_dim * _pairs(pattern, shape) * batch / rate / 1e9
 
 
 @functools.lru_cache(maxsize=16)
@@ -437,25 +434,22 @@ def _sum_of_least(count: int, most: int) -> int:
 
 
 def tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
-    rate = rates.rate_of(TILES, request) or _TILES_TFLOPS[request.needs_grad][request.dtype is torch.float32]
-    kernels = _operations(pattern, shape, request, batch) / rate / 1e9
+    kernels = _kernel_ms(pattern, shape, request, batch, TILES, _TILES_TFLOPS)
     is_whole = not shape.is_cut and len(shape.documents) == 1
     return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1
 
 
 def library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, host_ms: float = 0.0) -> float:
-    rate = rates.rate_of(library, request) or _LIBRARY_TFLOPS[request.needs_grad][request.dtype is torch.float32]
-    kernels = _operations(pattern, shape, request, batch) / rate / 1e9
-    masked = request.key_mask or request.dropout
-    if not masked and is_packed(pattern, shape, registry.get(library).capabilities, batch):
-        return max(kernels, _LAUNCH_MS + host_ms)
-    launches = _launches(pattern, shape, request, batch)
+    kernels = _kernel_ms(pattern, shape, request, batch, library, _LIBRARY_TFLOPS)
+    masked, can = request.key_mask or request.dropout, registry.get(library).capabilities
+    packed = not masked and is_packed(pattern, shape, can, batch)
+    launches = 1 if packed else _launches(pattern, shape, request, batch)
     if launches > 1 and (shape.is_cut or len(shape.documents) > 1):
         # the results of a cut call are summed problem by problem, in float32, between short launches
         kernels *= _CUT
         rows = batch * shape.num_heads * sum(-(-(shape.queries[1] - shape.queries[0]) // rate) for rate in pattern.dilation_rates)
         kernels += rows * request.head_dim * _SUM_BYTES[request.needs_grad] / _MEMORY * 1e3
-    if launches == 1 and shape.is_cut:
+    if packed or (launches == 1 and shape.is_cut):
         return max(kernels, _LAUNCH_MS + host_ms)
     return max(kernels, launches * _PROBLEM_MS[request.needs_grad] + _CALL_MS[request.needs_grad] + host_ms)
 
@@ -482,11 +476,10 @@ def _launches(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, 
     return total
 
 
-@functools.lru_cache(maxsize=64)
 def _head_groups(pattern: DilatedPattern, num_heads: int) -> tuple[int, ...]:
     """Returns the number of groups of heads of each branch that are one view: heads of one offset, or of offsets that grow evenly."""
     counts = []
-    for row in pattern.offsets(num_heads):
+    for row in offsets_of(pattern, num_heads):
         offsets = [offset for offset in row if offset != NOT_IN_BRANCH]
         different = len(set(offsets))
         counts.append(min(different, -(-len(offsets) // different)) if offsets else 0)

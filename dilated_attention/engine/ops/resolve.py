@@ -17,7 +17,8 @@ import torch
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
 from dilated_attention.backends.hardware import keep_for_graph
-from dilated_attention.backends.tiles.sizes import all_aligned
+from dilated_attention.backends.merge import add_sinks_, sinks_gradient
+from dilated_attention.backends.tiles.table import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.memory import explain_shortage
@@ -26,7 +27,6 @@ from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_li
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.engine.plan import Plan
-from dilated_attention.engine.sinks import add_sinks_, sinks_gradient
 
 MaybeTensor = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
@@ -288,7 +288,7 @@ class ResolvedDilated(LocalCall):
 _NO_MASKS = Masks()
 
 
-def masks_of(padding: MaybeTensor, seed: MaybeTensor, bias: Bias | None = None) -> Masks:
+def masks_of(padding: MaybeTensor, seed: MaybeTensor, bias: Bias | None) -> Masks:
     if padding is None and seed is None and bias is None:
         return _NO_MASKS
     return Masks(padding, 0 if seed is None else int(seed.item()), bias)

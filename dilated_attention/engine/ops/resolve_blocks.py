@@ -29,7 +29,7 @@ from dilated_attention.engine.branches.launches import problems_at_once, without
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
-from dilated_attention.engine.ops.prepare import new_like, options_of, select_backend
+from dilated_attention.engine.ops.prepare import new_like, select_backend
 from dilated_attention.engine.ops.resolve import CallInputs, LocalCall, MaybeTensor, ResolvedDilated, Tensors, masks_of, record_of, resolve
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
@@ -143,7 +143,7 @@ def forward_lists(
 
 
 def backward_lists(
-    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None = None, *, front: int = 0,
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None, *, front: int = 0,
     into: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
@@ -230,7 +230,7 @@ def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: 
     return out, lse
 
 
-def blocks_shares(pieces: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None = None) -> Tensors:
+def blocks_shares(pieces: BlockPass, tensors: Tensors, padding: Tensor | None, dlse: Tensor | None) -> Tensors:
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32 (float64), of the pairs that the pattern keeps.
 
     Args:
@@ -292,7 +292,7 @@ class ResolvedBlocks(LocalCall):
                 spans = (0, q.shape[0]), (0, q.shape[2]), (first, end), (keys.start, keys.stop)
                 batch, heads, *positions = (torch.arange(*span, device=q.device) for span in spans)
                 dropout = Dropout(settings.dropout_p, seed_value, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
-            options = options_of(settings, mask=mask, dropout=dropout, bias=own_bias)
+            options = settings.kernel_options(mask=mask, dropout=dropout, bias=own_bias)
             pieces.append(Piece(keys, rows, front, lists, options, backend))
         # options that hold values of this call are not remembered. Lists are, by weak references: only their own cache, which is limited,
         # keeps them alive

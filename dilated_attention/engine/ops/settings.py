@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dilated_attention.backends import AttentionRequest, detect, registry
+from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 
 # segment_lengths, dilation_rates, head_offsets, branch_heads, tail
@@ -26,7 +26,13 @@ DENSE: Branches = (MAX_LENGTH,), (1,), "zero", "all", "mask"
 class CallSettings(NamedTuple):
     """The checked arguments of one call that are not tensors: plain Python values, so that it is hashable.
 
+    A new option of the softmax is a field here, with a default that changes nothing; ``features`` says what a backend must support for it,
+    and ``kernel_options`` what its kernels are told. Whatever else handles a call passes this record on.
+
     Args:
+        scale: factor of the scores q·k.
+        query_offset: position of the first query; 0 in a distributed call.
+        seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
         branches: the arguments of a ``DilatedPattern``; None if there is only a block pattern.
         blocks: ``BlockPattern.spec()``; "" if there are only branches.
         window: (left, right), with −1 for unbounded; () without a window.
@@ -36,28 +42,27 @@ class CallSettings(NamedTuple):
         has_sinks: the softmax of each head includes a sink.
         bias: what is added to the scores: "" for nothing, "position" for ``Alibi``, "place" for ``Distance``.
         sharding: the additional settings of a distributed call; () in one process.
-        scale: factor of the scores q·k.
-        query_offset: position of the first query; 0 in a distributed call.
-        seq_len: N of a distributed call, −1 if the ranks have to ask each other; 0 in one process.
     """
 
-    branches: Branches | None
-    blocks: str
-    window: tuple[int, ...]
-    is_causal: bool
-    detached: bool
-    deterministic: bool
-    needs_grad: bool
-    backend: str
-    precision: str
-    softcap: float
-    has_sinks: bool
-    bias: str
-    sharding: tuple[Any, ...]
+    # what may change from call to call
     scale: float
-    dropout_p: float
+    dropout_p: float = 0.0
     query_offset: int = 0
     seq_len: int = 0
+    # the fixed part
+    branches: Branches | None = None
+    blocks: str = ""
+    window: tuple[int, ...] = ()
+    is_causal: bool = False
+    detached: bool = False
+    deterministic: bool = False
+    needs_grad: bool = False
+    backend: str = "auto"
+    precision: str = "native"
+    softcap: float = 0.0
+    has_sinks: bool = False
+    bias: str = ""
+    sharding: tuple[Any, ...] = ()
 
     @property
     def pattern(self) -> DilatedPattern:
@@ -79,26 +84,34 @@ class CallSettings(NamedTuple):
         is_plain = not (self.dropout_p or self.bias or self.window or self.query_offset)
         return self.detached and self.needs_grad and is_plain
 
+    @property
+    def features(self) -> dict[str, Any]:
+        """What the weights of pairs ask of a backend, as fields of an ``AttentionRequest``."""
+        return {"dropout": self.dropout_p > 0, "softcap": self.softcap > 0, "bias": bool(self.bias)}
+
+    def kernel_options(self, **masks: Any) -> Options:
+        """Returns what every launch of a call is told; ``masks``: its mask, dropout and bias."""
+        deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
+        return Options(self.scale, deterministic=deterministic, softcap=self.softcap, **masks)
+
     def arguments(self) -> tuple[Any, ...]:
         """Returns the op's arguments that follow its tensors."""
-        return settings_text(tuple(self[:_NUM_FIXED])), self.scale, self.dropout_p, self.query_offset, self.seq_len
+        return settings_text(tuple(self[_FIXED:])), *self[:_FIXED]
 
 
 def as_dense(settings: CallSettings, q: torch.Tensor) -> CallSettings:
     """Returns the settings of the dense attention that computes a call of a block pattern, where one does (see ``dense_form``)."""
     if not settings.blocks or settings.branches is not None or settings.backend != "auto" or not q.is_cuda:
         return settings
-    form = _form_of(settings.blocks, settings.is_causal, settings.softcap > 0, q.dtype, q.shape[3], q.device)
+    # equal for all lengths
+    form = _form_of(settings._replace(query_offset=0, seq_len=0), q.dtype, q.shape[3], q.device)
     return settings if form is None else settings._replace(branches=DENSE, blocks="", window=form[0], is_causal=form[1])
 
 
-# equal for all lengths
 @functools.lru_cache(maxsize=256)
-def _form_of(
-    blocks: str, is_causal: bool, softcap: bool, dtype: torch.dtype, head_dim: int, device: torch.device
-) -> tuple[tuple[int, ...], bool] | None:
-    asked = AttentionRequest(hardware=detect(device), dtype=dtype, head_dim=head_dim, needs_grad=True, softcap=softcap)
-    return dense_form(pattern_from_spec(blocks), is_causal, asked)
+def _form_of(settings: CallSettings, dtype: torch.dtype, head_dim: int, device: torch.device) -> tuple[tuple[int, ...], bool] | None:
+    asked = AttentionRequest(hardware=detect(device), dtype=dtype, head_dim=head_dim, needs_grad=True, **settings.features)
+    return dense_form(pattern_from_spec(settings.blocks), settings.is_causal, asked)
 
 
 def dense_form(pattern: object, is_causal: bool, asked: AttentionRequest) -> tuple[tuple[int, ...], bool] | None:
@@ -118,9 +131,9 @@ def dense_form(pattern: object, is_causal: bool, asked: AttentionRequest) -> tup
     return (-1 if left is None else left, -1 if right is None else right), is_causal
 
 
-# the fields before this one are the fixed part
-_NUM_FIXED = CallSettings._fields.index("scale")
-_NEEDS_GRAD = CallSettings._fields.index("needs_grad")
+# where the fixed part begins, and ``needs_grad`` in it
+_FIXED = CallSettings._fields.index("branches")
+_NEEDS_GRAD = CallSettings._fields.index("needs_grad") - _FIXED
 
 
 def settings_text(fixed: tuple[Any, ...]) -> str:
@@ -134,14 +147,12 @@ settings_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def settings_of(text: str, scale: float, dropout_p: float, query_offset: int, seq_len: int) -> CallSettings:
     """Returns the settings that ``CallSettings.arguments`` made these arguments from."""
-    return CallSettings._make((*_parsed(text), scale, dropout_p, query_offset, seq_len))
+    return CallSettings._make((scale, dropout_p, query_offset, seq_len, *_parsed(text)))
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    fixed = ast.literal_eval(text)
-    assert len(fixed) == _NUM_FIXED
-    return tuple(fixed)
+    return tuple(ast.literal_eval(text))
 
 
 def with_needs_grad(text: str) -> str:
