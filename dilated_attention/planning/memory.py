@@ -45,8 +45,6 @@ _SAMPLED_BLOCKS, _SAMPLED_ROWS, _SAMPLED_QUERIES = 2**15, 16, 4
 _GOLDEN_RATIO = 0.618034
 # the exchange of a pattern of at most so many blocks is read from the ranks' lists; that of a longer sequence is extrapolated
 _MOST_RING_BLOCKS = 2**16
-# in an estimate of the engine, what is there whatever it allocates
-_TENSORS = ("q, k, v", "out", "out, dout", "dq, dk, dv", "lse")
 # temporary bytes per block while the lists by key block are built: row, key, the sorted copy and the sort order, in 64 bits
 _SORT_BYTES = 40
 
@@ -225,8 +223,8 @@ def exchange_of(problem: Problem) -> Exchange:
         return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     is_dense = problem.computes == "dense"
     name = ring_pass.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
-    by_heads, reordering = branches is not None and name == "all_to_all", [0, 0, 0, 0]
-    if by_heads and (reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads)):
+    by_heads, reordering = name == "all_to_all", [0, 0, 0, 0]
+    if branches is not None and by_heads and (reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads)):
         raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
     if by_heads or problem.layout == "striped":
         # all rows but one in W go to another rank: q, k, v, and out and lse back; in a backward these, dout, and gradients back. By heads a
@@ -255,7 +253,7 @@ def exchange_of(problem: Problem) -> Exchange:
     received, sent = units.sum(1), units.sum(0)
     # a forward sends every needed unit once. A backward sends it again, and its gradient the other way
     in_forward, out_forward = max(zip((received * unit_bytes).tolist(), (sent * unit_bytes).tolist(), strict=True))
-    moved = (out_forward, in_forward, in_forward + out_forward, in_forward + out_forward)
+    moved = [out_forward, in_forward, in_forward + out_forward, in_forward + out_forward]
     # a rank has memory for all rows from the first to the last that it needs. While a step is computed, its keys are in memory, and what
     # the next step sends and receives; in a backward also the gradients of its keys, and those of the step before. Of blocks the gradients
     # of a rank's own keys are counted elsewhere, since they are made last
@@ -302,6 +300,14 @@ def engine_estimate(
     )  # fmt: skip
 
 
+def _backend_name(problem: Problem, backward: bool, length: int, block_masks: str = "none") -> str:
+    """Returns the name of the backend that computes a pass; where there is none, the plain one."""
+    try:
+        return problem.backend(backward=backward, length=length, block_masks=block_masks)[0]
+    except BackendUnavailable:
+        return "math"
+
+
 def sizes_of(problem: Problem) -> tuple[int, int, int, int, int]:
     """Returns, of the tensors of one rank, (Q elements of q, K elements of k, R numbers of the log-sum-exp, e bytes of an element, a bytes
     of a number in the accumulation dtype, such as the log-sum-exp's)."""
@@ -319,10 +325,7 @@ def _block_terms(problem: Problem, backward: bool) -> Terms:
     if steps > 1:
         terms.append(("gradients of a step", Q * e // steps) if backward else ("results of a step", (Q * e + R * a) // steps))
     mean = max(1, counts.computed // (problem.num_positions * problem.num_heads))
-    try:
-        backend, _ = problem.backend(backward=backward, length=mean, block_masks=counts.mask_kind)
-    except BackendUnavailable:
-        backend = "math"
+    backend = _backend_name(problem, backward, mean, counts.mask_kind)
     if backend in ("sdpa_cpu", "math"):
         piece = (PIECE_BYTES if problem.machine.is_cpu else PIECE_BYTES_GPU) * (2 + 2 * backward)
         if problem.num_heads > 1 and W == 1:
@@ -345,25 +348,28 @@ def _ring_terms(problem: Problem) -> tuple[Terms, Terms]:
     pattern = problem.pattern if problem.window is None else WHOLE
     assert isinstance(pattern, DilatedPattern)
     Q, K, R, e, a = sizes_of(problem)
-    keys, steps = ("keys from elsewhere", exchange.held[0]), W if exchange.name == "all_to_all" else exchange.steps
-    if exchange.home is not None:
-        local = engine_estimate(problem, problem.rows, exchange.home)
-        return [*local.forward, keys], [*local.backward, ("keys from elsewhere, shares of gradients", exchange.held[1])]
-    # so many heads are computed at a time
-    kv_heads = max(1, Hk // steps)
-    heads = H // max(Hk, steps) * kv_heads, kv_heads
-    pattern = pattern if pattern.branch_heads == "split" else pattern.with_heads(0, heads[0], H)
     if exchange.name == "all_to_all":
-        # as on one process; the caller's rows of all heads stay in memory beside them
-        whole = engine_estimate(problem, problem.num_positions, pattern, heads)
+        # some heads are computed as on one process; the caller's rows of all heads stay in memory beside them
+        pattern = pattern if pattern.branch_heads == "split" else pattern.with_heads(0, H // W, H)
+        whole = engine_estimate(problem, problem.num_positions, pattern, (H // W, max(1, Hk // W)))
         caller = ("q, k, v in the caller's rows", (Q + 2 * K) * e), ("q, k, v, out, dout in the caller's rows", (3 * Q + 2 * K) * e)
         return [caller[0], *whole.forward], [caller[1], *whole.backward]
-    # zigzag computes its two ranges one after the other
-    ranges, first = 1 + (problem.layout == "zigzag"), exchange.rows - problem.rows if problem.is_causal else 0
-    local = engine_estimate(
-        problem, problem.rows // ranges, pattern, heads, keys=(exchange.rows, first), window=problem.window or (), host_ms=HOST_MS
-    )
-    received, common = 2 * problem.batch_size * Hk * problem.head_dim * exchange.rows, [("q, k, v", (Q + 2 * K) * e), keys, ("lse", R * a)]
-    forward, backward = ([(what, size) for what, size in terms if what not in _TENSORS] for terms in (local.forward, local.backward))
-    grads = ("dq", Q * e), ("dk, dv of all keys in memory", received * e * ranges // steps)
-    return [*common, ("out", Q * e), *forward], [*common, ("out, dout", 2 * Q * e), *grads, *backward]
+    keys, received = ("keys from elsewhere", exchange.held[0]), 2 * problem.batch_size * Hk * problem.head_dim * exchange.rows
+    if problem.computes == "dense" or problem.window is not None:
+        common = [("q, k, v", (Q + 2 * K) * e), keys, ("lse", R * a)]
+        # zigzag computes its two ranges one after the other
+        ranges, on_gpu, shared = 1 + (problem.layout == "zigzag"), not problem.machine.is_cpu, 4
+        if on_gpu and problem.training and Hk < H and _backend_name(problem, True, problem.num_positions).startswith("sdpa"):
+            # PyTorch's kernels make dk and dv for each query head, in the dtype of k
+            shared = H // Hk * e
+        sums = (4 * Q // ranges + received * shared * (Hk < H)) * on_gpu // exchange.steps
+        grads = ("dk, dv of all keys in memory", received * e * ranges // exchange.steps), ("sums of kernels in float32", sums)
+        return [*common, ("out", Q * e)], [*common, ("out, dout", 2 * Q * e), ("dq", Q * e), *grads]
+    if exchange.home is None:
+        first = exchange.rows - problem.rows if problem.is_causal else 0
+        local = engine_estimate(problem, problem.rows, keys=(exchange.rows, first), host_ms=HOST_MS)
+        more = [keys, ("dk, dv of all keys in memory", (received - 2 * K) * e)]
+    else:
+        local = engine_estimate(problem, problem.rows, exchange.home)
+        more = [("keys from elsewhere, shares of gradients", exchange.held[1])]
+    return [*local.forward, keys], [*local.backward, *more]
