@@ -129,9 +129,9 @@ def recommend(
     # the machine has memory and speed, by which is planned; the hardware has the facts by which backends are selected
     machine = machine_of(gpu, None if memory is None else int(_checked("memory", memory) * 2**30))
     hardware = detect() if gpu is None else EXAMPLES["cpu"]
-    if gpu is not None and not machine.is_cpu:
+    if not machine.is_cpu and gpu is not None:
         hardware = replace(EXAMPLES["hopper"], capability=machine.capability, name=machine.name)
-    if machine.is_cpu:
+    elif machine.is_cpu:
         # planning does not detect AMD GPUs and takes the memory of this machine's CPU; the answer keeps the GPU's name
         machine = replace(machine, name="CPU" if hardware.device_type == "cpu" else hardware.name)
     # the dtype of full speed: float16 is slow before Volta
@@ -145,7 +145,8 @@ def recommend(
     #     implementation             what transformers calls the attention; "" for this package's own modules
     # The function of a use case adds:
     #     pattern, heads, kv_heads, head_dim
-    #     make, arguments, size      what create_… makes, the source of its arguments, a model's size in words
+    #     make, arguments            what create_… makes, the source of its arguments
+    #     stack, number, size        of a model: the configuration of its blocks, its number of parameters, and this in words
     # and then keys and dense_keys are added: keys per query, on average.
     draft = SimpleNamespace(
         name=use_case, length=length, machine=machine, hardware=hardware, here=gpu is None, dtype=dtype, kv_heads=None, **asked,
@@ -167,12 +168,11 @@ def recommend(
         needs_grad=draft.training, **asks,
     )  # fmt: skip
     *setup, code = _code(draft)
-    is_dilated = draft.base == "dilated"
+    lengths, rates = (draft.pattern.segment_lengths, draft.pattern.dilation_rates) if draft.base == "dilated" else ((), ())
     return Recommendation(
         use_case=use_case, request={"name": use_case, "length": length, **asked, "machine": machine.name, "memory": machine.memory},
         machine=f"{length:,} positions on {f'{draft.gpus} × ' if draft.gpus > 1 else ''}{machine.name}",
-        kind=kind_of(draft.base, draft.context), segment_lengths=draft.pattern.segment_lengths if is_dilated else (),
-        dilation_rates=draft.pattern.dilation_rates if is_dilated else (),
+        kind=kind_of(draft.base, draft.context), segment_lengths=lengths, dilation_rates=rates,
         keys_per_query=draft.keys, dense_keys_per_query=draft.dense_keys, forward=backends.forward, backward=backends.backward,
         settings=(*_of_attention(draft, backends), *chosen), memory=draft.memory, fits=draft.fits,
         setup=tuple(setup), code=code,
@@ -213,8 +213,8 @@ def _pattern(draft: Any, base: str, heads: int, longest: int | None = None) -> t
     return DilatedPattern(lengths, rates), {"segment_lengths": lengths, "dilation_rates": rates}
 
 
-def _model(draft: Any, base: str, longest: int | None = None) -> tuple[dict[str, Any], LongNetConfig, int]:
-    """Returns (overrides of ``_PRESET``, configuration, number of parameters) of a model with about as many parameters as were asked for.
+def _model(draft: Any, base: str, longest: int | None = None) -> dict[str, Any]:
+    """Returns the overrides of ``_PRESET`` that make a model with about as many parameters as were asked for.
 
     It is the preset itself if neither parameters nor heads were given. Else width and heads are usual ones, four query heads share a key
     head, and the number of layers makes up the parameters. ``longest``: of the segments.
@@ -239,21 +239,17 @@ def _model(draft: Any, base: str, longest: int | None = None) -> tuple[dict[str,
         # of one layer ("blocks") and what is not in layers
         sizes = sizes_of_parameters(configured(_PRESET, **overrides, num_layers=1)[0])
         overrides["num_layers"] = max(1, round((wanted - sum(sizes.values())) / sizes["blocks"]) + 1)
-    return overrides, *_sized(_PRESET, overrides)
+    return overrides
 
 
-def _sized(preset: str, overrides: dict[str, Any]) -> tuple[LongNetConfig, int]:
-    """Returns (the configuration of the blocks, the number of parameters of the whole model)."""
+def _choose_model(draft: Any, preset: str, overrides: dict[str, Any]) -> None:
+    """Adds the model to the answer: its configuration and attention, the arguments that create it, its size."""
     config, _ = configured(preset, **overrides)
-    return stack_of(config), sum(sizes_of_parameters(config).values())
-
-
-def _choose_model(draft: Any, preset: str, overrides: dict[str, Any], config: LongNetConfig, number: int) -> None:
-    """Adds the model to the answer: its attention, the arguments that create it, its size. ``number``: of parameters."""
-    draft.base, draft.pattern = config.kind, config.pattern
-    draft.heads, draft.kv_heads, draft.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    draft.stack, draft.number = stack_of(config), sum(sizes_of_parameters(config).values())
+    draft.base, draft.pattern, draft.heads = draft.stack.kind, draft.stack.pattern, draft.stack.num_heads
+    draft.kv_heads, draft.head_dim = draft.stack.num_kv_heads, draft.stack.head_dim
     draft.make, draft.arguments = "model", _arguments(preset, overrides)
-    draft.size = f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
+    draft.size = f"{draft.number / 1e9:.3g} billion" if draft.number >= 10**9 else f"{draft.number / 1e6:.3g} million"
 
 
 def _most_context(draft: Any) -> int:
@@ -273,10 +269,9 @@ def _training(draft: Any) -> list[Setting]:
     if draft.name == "torchscale":
         # unchanged: segments, offsets, tail and gradient are those that the weights were trained with
         preset, overrides = _GIGAPATH, dict[str, Any]()
-        config, number = _sized(preset, overrides)
     else:
-        preset = _PRESET
-        overrides, config, number = _model(draft, draft.base)
+        preset, overrides = _PRESET, _model(draft, draft.base)
+    _choose_model(draft, preset, overrides)
     # at least so many GPUs share a sequence that none is idle: gpus / gcd(batch, gpus)
     contexts = [c for c in range(min(gpus // math.gcd(draft.batch, gpus), most), most + 1) if gpus % c == 0]
     tried = [
@@ -292,7 +287,6 @@ def _training(draft: Any) -> list[Setting]:
         )  # fmt: skip
         if plan.fits:
             break
-    _choose_model(draft, preset, overrides, config, number)
     draft.context, draft.data, draft.checkpointed = plan.world_size, gpus // plan.world_size, plan.checkpoint_activations
     reason = f"{draft.size} parameters with AdamW, {plan.batch_size} sequences at a time, by plan_model"
     if not plan.fits:
@@ -346,11 +340,12 @@ def _decoding(draft: Any) -> list[Setting]:
     is_serving = draft.name == "serving"
     draft.training, count = False, -(-draft.users // draft.gpus) if is_serving else 1
     itemsize, usable, base, longest = draft.dtype.itemsize, int(USABLE * draft.machine.memory), draft.base, draft.length
+    asked = SimpleNamespace(**vars(draft))
     while True:
-        overrides, config, number = _model(draft, base, longest)
-        each = cache_bytes(config, draft.length, itemsize)
+        _choose_model(draft, _PRESET, _model(asked, base, longest))
+        each = cache_bytes(draft.stack, draft.length, itemsize)
         assert each is not None, "a causal model of these patterns has a cache"
-        weights = itemsize * number
+        weights = itemsize * draft.number
         fits = weights + count * each <= usable
         # nothing can be shortened if the segments were given or the weights alone do not fit
         if fits or draft.attention is not None or base != "dilated" or weights > usable:
@@ -358,8 +353,7 @@ def _decoding(draft: Any) -> list[Setting]:
         longest //= 4
         # where even short segments do not fit, a window
         base = "dilated" if longest >= _LONG else "block_sparse"
-    _choose_model(draft, _PRESET, overrides, config, number)
-    num_fitting, rows = max(0, usable - weights) // each, cache_rows(config, draft.length)
+    num_fitting, rows = max(0, usable - weights) // each, cache_rows(draft.stack, draft.length)
     reason = f"weights of {draft.size} parameters and the cache of {count} requests, of which {num_fitting} would fit"
     settings = [_memory(draft, weights + count * each, fits, reason)]
     cache = "PagedKVCache: model.generate([prompt, …])" if is_serving else "KVCache: model.generate(prompt, …)"
@@ -446,20 +440,20 @@ def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
 
 def _code(draft: Any) -> list[str]:
     """Returns the lines to paste."""
-    # transformers' own attention needs nothing of this package
-    lines, processes, is_own = [], draft.data * draft.context, draft.implementation == "sdpa"
-    if not is_own:
-        lines.append(f"from dilated_attention import create_{draft.make}" if not draft.implementation else _REGISTER)
-    if draft.base == "block_sparse":
-        lines.append("from dilated_attention.pattern import GlobalLocal")
-    if processes > 1 and not is_own:
+    if draft.implementation == "sdpa":
+        # transformers' own attention needs nothing of this package
+        return ['model.set_attn_implementation("sdpa")']
+    processes, options = draft.data * draft.context, draft.arguments + (", checkpoint_activations=True" if draft.checkpointed else "")
+    options += f', mesh=mesh["cp"], layout="{_layout(draft)}"' if draft.context > 1 else ""
+    if draft.implementation:
+        first, last = _REGISTER, [f"register({options})", f'model.set_attn_implementation("{draft.implementation}")']
+    else:
+        first, last = f"from dilated_attention import create_{draft.make}", [f"{draft.make} = create_{draft.make}({options})"]
+    lines = [first, *(["from dilated_attention.pattern import GlobalLocal"] * (draft.base == "block_sparse"))]
+    if processes > 1:
         mesh = f'mesh = dist.init_device_mesh("{draft.hardware.device_type}", ({draft.data}, {draft.context}), mesh_dim_names=("dp", "cp"))'
         lines += ["import torch.distributed as dist", f"dist.init_process_group()  # torchrun --nproc_per_node={processes}", mesh]
-    options = draft.arguments + (", checkpoint_activations=True" if draft.checkpointed else "")
-    options += f', mesh=mesh["cp"], layout="{_layout(draft)}"' if draft.context > 1 else ""
-    if not draft.implementation:
-        return [*lines, f"{draft.make} = create_{draft.make}({options})"]
-    return [*lines, *([] if is_own else [f"register({options})"]), f'model.set_attn_implementation("{draft.implementation}")']
+    return [*lines, *last]
 
 
 def _arguments(name: str, arguments: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ Letters: W ranks, N positions of the whole sequence, H query heads, Hk key/value
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -222,15 +223,18 @@ def exchange_of(problem: Problem) -> Exchange:
         return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     is_dense = problem.computes == "dense"
     name = ring_pass.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
-    if branches is not None and name == "all_to_all":
-        if reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads):
-            raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
-        # a forward brings q, k, v of the others' rows for the rank's heads, and out and lse of its own rows for the others' heads. A
-        # backward brings that, dout, out and lse, and returns gradients, those of a key/value head from every rank that shares it
-        heads, kv_heads, element, rows = H // W, max(1, Hk // W), D * e, B * (N - N // W)
-        forward = rows * ((heads + 2 * kv_heads) * element + heads * (element + a))
-        backward = forward + rows * (2 * heads * element + 2 * kv_heads * (D * a if Hk < W else element))
-        return Exchange(name=name, bytes=Bytes(forward, forward, backward, backward), steps=1, held=(0, 0))
+    by_heads, reordering = name == "all_to_all", [0, 0, 0, 0]
+    if branches is not None and by_heads and (reason := ring_pass.why_no_heads(H, Hk, W, branches.branch_heads)):
+        raise ValueError(f"exchange is 'all_to_all' and {reason}; use exchange='auto'")
+    if by_heads or problem.layout == "striped":
+        # all rows but one in W go to another rank: q, k, v, and out and lse back; in a backward these, dout, and gradients back. By heads a
+        # key/value head goes to all ranks that share it, and each returns a gradient
+        is_shared = by_heads and Hk < W
+        rows, inputs, out = B * (N - N // W), (H + 2 * (W if is_shared else Hk)) * D * e, H * (D * e + a)
+        grads = inputs + H * D * e + 2 * W * D * (a - e) * is_shared
+        reordering = [rows * (inputs + out) // W] * 2 + [rows * (inputs + out + grads) // W] * 2
+    if by_heads:
+        return Exchange(name=name, bytes=Bytes(*reordering), steps=1, held=(0, 0))
     shards = shards_of(N, W, problem.layout, is_causal=problem.is_causal)
     ring_problem = RingProblem(branches, ((0, N),), shards, H, Hk, problem.is_causal, sides, blocks=blocks)
     # bytes of the keys and values of one position and head
@@ -250,11 +254,6 @@ def exchange_of(problem: Problem) -> Exchange:
     # a forward sends every needed unit once. A backward sends it again, and its gradient the other way
     in_forward, out_forward = max(zip((received * unit_bytes).tolist(), (sent * unit_bytes).tolist(), strict=True))
     moved = [out_forward, in_forward, in_forward + out_forward, in_forward + out_forward]
-    if problem.layout == "striped":
-        # rows are put in order before the call and back after it: all but one in W move to another rank
-        rows, inputs, out = problem.rows * (W - 1) // W * B, (H + 2 * Hk) * D * e, H * (D * e + a)
-        reordering = [rows * (inputs + out)] * 2 + [rows * (2 * inputs + out + H * D * e)] * 2
-        moved = [x + y for x, y in zip(moved, reordering, strict=True)]
     # a rank has memory for all rows from the first to the last that it needs. While a step is computed, its keys are in memory, and what
     # the next step sends and receives; in a backward also the gradients of its keys, and those of the step before. Of blocks the gradients
     # of a rank's own keys are counted elsewhere, since they are made last
@@ -264,8 +263,8 @@ def exchange_of(problem: Problem) -> Exchange:
     with_gradients = torch.maximum(2 * keys - own, keys + ahead) if len(steps) == 1 else 3 * keys + ahead
     forward, backward = (int(x.max()) * unit_bytes // len(steps) for x in (keys + ahead, with_gradients))
     return Exchange(
-        name="all_gather" if blocks is None else kind, bytes=Bytes(*moved), steps=len(steps), held=(forward, backward),
-        home=home if units.any() else branches, rows=int(lengths.max()),
+        name="all_gather" if blocks is None else kind, bytes=Bytes(*map(operator.add, moved, reordering)), steps=len(steps),
+        held=(forward, backward), home=home if units.any() else branches, rows=int(lengths.max()),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Letters: B batch, H query heads, G branches; N = Nq query positions, M = Nk key 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,13 +75,12 @@ def op_seed(case: Case) -> int:
 
 def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (out, lse) of the case by softmax attention in plain PyTorch, all in q's dtype; differentiable."""
-    parts = [part[1:] for part in softmax_parts(case, x, q, k, v)]
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts]).detach()
-    lse = lses.logsumexp(0)
-    mixing = (lses - _finite_lse(lse)).exp().transpose(2, 3)
-    return sum((out * weight[..., None] for (out, _), weight in zip(parts, mixing, strict=True)), torch.zeros_like(q)), lse
+    _, out, lse = map(torch.stack, zip(*softmax_parts(case, x, q, k, v), strict=True))
+    if len(out) == 1:
+        return out[0], lse[0]
+    lse = lse.detach()
+    mixing = (lse - _finite_lse(lse.logsumexp(0))).exp().transpose(2, 3)
+    return (out * mixing[..., None]).sum(0), lse.logsumexp(0)
 
 
 def softmax_parts(
@@ -124,32 +124,21 @@ def softmax_parts(
 def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
     """Returns the largest errors of dq, dk, dslopes and dsinks if nothing but the saved out is rounded to the inputs' dtype.
 
-    A flash backward computes δ = rowsum(dout ∘ out) from this out. Plain softmax saves p instead. Its own error is no measure for δ's: it
-    happens to be 0 where everything cancels, as with a single key.
+    A flash backward computes δ = rowsum(dout ∘ out) from this out. An error of δ is as much gradient of lse. Plain softmax saves p instead.
+    Its own error is no measure for δ's: it happens to be 0 where everything cancels, as with a single key.
     """
-    q, k, v, dout = (y.double() for y in (x.q, x.k, x.v, x.dout))
-    with torch.no_grad():
-        parts = softmax_parts(case, x, q, k, v)
-        lse = torch.stack([lse for _, _, lse in parts]).logsumexp(0)
-        ds_BHNM = torch.zeros_like(parts[0][0])
-        errors, sinks_error = {}, torch.zeros(case.heads, dtype=torch.float64, device=q.device)
-        for p_BHNM, out, part_lse in parts:
-            delta_error = (dout * (out.to(x.q.dtype).double() - out)).sum(-1).transpose(1, 2)
-            if x.sinks is not None:
-                sinks_error += ((x.sinks.double()[:, None] - lse).exp() * delta_error).sum((0, 2))
-            ds_BHNM += p_BHNM * ((part_lse - _finite_lse(lse)).exp() * delta_error * _scale_of(case))[..., None]
-        if x.sinks is not None:
-            errors["dsinks"] = largest(sinks_error)
-        if x.coordinates is not None and x.slopes is not None:
-            distance = distance_scores(x.coordinates.double(), torch.ones_like(x.slopes.double()), case.query_offset, case.num_queries)
-            # the errors of rows have random signs, so three standard deviations bound their sum
-            row_errors = (ds_BHNM / _scale_of(case) * distance).sum(3)
-            errors["dslopes"] = 3 * largest(row_errors.square().sum((0, 2)).sqrt())
-        heads_per_kv = case.heads // case.kv_heads
-        dq = torch.einsum("bhij,bjhd->bihd", ds_BHNM, k.repeat_interleave(heads_per_kv, dim=2))
-        dk = torch.einsum("bhij,bihd->bjhd", ds_BHNM, q)
-        dk = dk.reshape(case.batch, case.num_keys, case.kv_heads, heads_per_kv, case.head_dim).sum(3)
-    return errors | {"dq": largest(dq), "dk": largest(dk)}
+    leaves = {name: getattr(x, name).double().requires_grad_() for name in ("q", "k", "sinks") if getattr(x, name) is not None}
+    parts = softmax_parts(case, replace(x, sinks=leaves.get("sinks")), leaves["q"], leaves["k"], x.v.double())
+    p_GBHNM, out, lse = map(torch.stack, zip(*parts, strict=True))
+    delta_error = (x.dout.double() * (out.to(x.q.dtype).double() - out)).sum(-1).transpose(2, 3)
+    errors_GBHN = ((lse - _finite_lse(lse.logsumexp(0))).exp() * delta_error).detach()
+    grads = torch.autograd.grad(_finite_lse(lse), tuple(leaves.values()), errors_GBHN, materialize_grads=True)
+    errors = {f"d{name}": largest(grad) for name, grad in zip(leaves, grads, strict=True)}
+    if x.coordinates is not None and x.slopes is not None:
+        distance = distance_scores(x.coordinates.double(), torch.ones_like(x.slopes.double()), case.query_offset, case.num_queries)
+        # the errors of rows have random signs, so three standard deviations bound their sum
+        errors["dslopes"] = 3 * largest((errors_GBHN[..., None] * p_GBHNM * distance).sum((0, 4)).square().sum((0, 2)).sqrt())
+    return errors
 
 
 def _scale_of(case: Case) -> float:
