@@ -57,6 +57,21 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def descendants(process: int) -> list[int]:
+    """The process and all that it has started, which are still there."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(entry.parent.name)] = int(fields[1])
+    found = [process]
+    for member in found:
+        found += [child for child, parent in parents.items() if parent == member]
+    return found
+
+
 class Script:
     """The process of a script, or its processes, which have started. ``close`` ends them with what they have started.
 

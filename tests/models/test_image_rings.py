@@ -14,7 +14,6 @@ from dilated_attention import create_model, local_positions, shard_sequence
 from dilated_attention.distributed import RingError
 from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
-from dilated_attention.models.images.base import insert_class_tokens
 from dilated_attention.models.images.vision import POOLINGS
 from dilated_attention.models.loss import average_gradients, sharded_mean
 from dilated_attention.modules import RingSettings
@@ -219,26 +218,7 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
         spread(shard[0], shard[1] + (rank == 0) * 20 * 256)
 
 
-def class_tokens_move_there_and_back(rank: int, world: int, layout: str) -> None:
-    """The derivative of a move is the move back, and its own derivative the move itself."""
-    ring = RingSettings.of({"group": dist.group.WORLD, "layout": layout})
-    rows = len(local_positions(dist.group.WORLD, 12 * world, layout=layout))
-    x, token = (torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((1, rows, 3), (3,)))
-    bounds = (0, 5, 12 * world)
-    moved = insert_class_tokens(x, token, bounds, ring)
-    weights = torch.randn_like(moved, requires_grad=True)
-    back = torch.autograd.grad(moved, x, weights, create_graph=True)[0]
-    (there,) = torch.autograd.grad(back, weights, x.detach())
-    with torch.no_grad():
-        torch.testing.assert_close(there, insert_class_tokens(x, torch.zeros_like(token), bounds, ring))
-
-
-IN_LAYOUTS = [
-    class_tokens_move_there_and_back,
-    slides_are_those_of_one_process,
-    packed_slides_are_those_of_one_process,
-    images_are_those_of_one_process,
-]
+IN_LAYOUTS = [slides_are_those_of_one_process, packed_slides_are_those_of_one_process, images_are_those_of_one_process]
 ON_PROCESSES = [presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused]
 
 
