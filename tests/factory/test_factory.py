@@ -14,7 +14,6 @@ from dilated_attention import (
     create_model,
     explain_backend,
 )
-from dilated_attention.backends import Hardware
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
 from dilated_attention.models import KVCache, SlideEncoder
@@ -48,6 +47,8 @@ def test_kinds_make_their_modules() -> None:
         (lambda: create_model(10**5000), TypeError, r"preset is about 2\*\*16609"),  # type: ignore[arg-type]
         (lambda: SlideEncoder({"in_dim": 8}), TypeError, "config is {'in_dim': 8}; expected a SlideEncoderConfig"),  # type: ignore[arg-type]
         (lambda: create_model("longnet-tiny", num_heads=5), ValueError, "embed_dim is 128 and num_heads is 5"),
+        (lambda: explain_backend(block_masks="bits"), ValueError, "block_size"),
+        (lambda: explain_backend(block_size=32), ValueError, "64 or 128"),
     ],
 )
 def test_what_cannot_be_made_is_refused_with_a_way_out(call: object, error: type[Exception], text: str) -> None:
@@ -152,15 +153,3 @@ def test_attention_presets_are_the_published_settings() -> None:
     assert gigapath.embed_dim // gigapath.num_heads == 48
     assert ATTENTION_PRESETS["longvit"].embed_dim // ATTENTION_PRESETS["longvit"].num_heads == 24
     assert ATTENTION_PRESETS["longnet"].pattern.dilation_rates == (1, 2, 4, 6, 12)
-
-
-def test_explain_backend_knows_lists_of_blocks() -> None:
-    hopper = Hardware(device_type="cuda", capability=(9, 0), cudnn_version=91900, packages=frozenset({"triton", "flash-attn-4"}))
-    asked = explain_backend(hardware=hopper, head_dim=128, block_size=128)
-    assert (asked.forward, asked.backward) == ("flash4", "flash4")
-    assert explain_backend(hardware=hopper, head_dim=128, block_size=64, block_masks="bits").backward == "triton"
-    assert "takes no lists of blocks" in str(asked) and "blocks of 128x128" in str(asked)
-    with pytest.raises(ValueError, match="block_size"):
-        explain_backend(block_masks="bits")
-    with pytest.raises(ValueError, match="64 or 128"):
-        explain_backend(block_size=32)
