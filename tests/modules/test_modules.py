@@ -1,9 +1,11 @@
-"""Both modules: against the float64 reference on their own projected tensors, and as citizens of torch.nn."""
+"""The modules: against the float64 reference on their own projected tensors, as citizens of torch.nn, and with blocks."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +17,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dilated_attention import DilatedPattern, modules, shard_sequence
+from dilated_attention import DilatedPattern, create_attention, modules, shard_sequence
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention, RingMultiheadDilatedAttention
 from dilated_attention.modules.rotary import xpos_max_length
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.pattern import BlockPattern, BlockTensor, GlobalLocal, LocalWindow, Sparsity, TopBlocks
 from tests.helpers.pool import pool_of
 
 LENGTHS, RATES = [4, 8], [1, 2]
@@ -453,3 +455,41 @@ def test_padding_of_torchs_layers_compiles() -> None:
     assert torch.equal(compiled(make_x(), key_padding_mask=floating)[0], layer(make_x(), key_padding_mask=PADDING)[0])
     with pytest.raises(RuntimeError, match="values other than 0 and -inf"):
         compiled(make_x(), key_padding_mask=floating + 1)
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------------------------------
+
+KINDS = ["block_sparse", "block_sparse_dilated", "multihead_block_sparse", "multihead_block_sparse_dilated"]
+
+
+def make(kind: str, **settings: Any) -> Any:
+    settings |= {"segment_lengths": [16], "dilation_rates": [3]} if "dilated" in kind else {}
+    return create_attention(kind, **settings, **({"embed_dim": 16, "num_heads": 4} if "multihead" in kind else {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sparsity_ratio_is_the_density(kind: str) -> None:
+    layer = make(kind, sparsity_ratio=0.25, sparsity="big_bird", seed=3, block_size=(64, 128))
+    assert repr(Sparsity(0.25, "big_bird", 3, block_size=(64, 128))) in repr(layer)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dilated", "multihead_dilated"])
+@pytest.mark.parametrize(
+    "pattern",
+    [GlobalLocal(20, 3, block_size=64), TopBlocks(1, block_size=64), BlockTensor(torch.eye(2, dtype=torch.bool), block_size=64)],
+    ids=repr,
+)
+def test_copies_and_pickles_compute_the_same_on_parameters_of_their_own(pattern: BlockPattern, kind: str) -> None:
+    torch.manual_seed(0)
+    layer = make(kind, **({"pattern": pattern} if "block" in kind else {}))
+    inputs = (torch.randn(1, 90, 16),) if kind.startswith("multihead") else (torch.randn(1, 90, 4, 4), *torch.randn(2, 1, 90, 2, 4))
+    expected = layer(*inputs)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        # a pattern that holds a tensor is that of an object
+        assert pattern.holds_objects or repr(other) == repr(layer)
+        assert torch.equal(other(*inputs)[0], expected[0])
+        for parameter in other.parameters():
+            parameter.data.add_(1.0)
+    assert torch.equal(layer(*inputs)[0], expected[0])
+    assert "block" not in kind or repr(pattern) in repr(layer)
+    assert "dilated" not in kind or "segment_lengths=[16], dilation_rates=[3]" in repr(layer)
