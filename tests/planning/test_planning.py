@@ -19,8 +19,9 @@ from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
 from dilated_attention.planning.memory import block_counts
-from tests.helpers.comm_volume import CommSizes, dense_bytes, heads_bytes
+from tests.helpers.comm_volume import heads_bytes, rows_bytes
 from tests.helpers.largest import Largest
+from tests.helpers.ring_chosen import spread_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
@@ -180,13 +181,13 @@ def test_a_function_of_pairs_is_asked_about_some(function: Any, n: int, heads: i
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str, is_causal: bool) -> None:
-    n, size = 4096, 4
-    found = plan("ring", n, layout=layout, exchange=exchange, is_causal=is_causal, num_kv_heads=4).exchange.bytes
+    spread = spread_of(n=4096, heads=8, kv_heads=4, head_dim=64, batch=1, layout=layout, is_causal=is_causal)
+    found = plan("ring", 4096, layout=layout, exchange=exchange, is_causal=is_causal, num_kv_heads=4).exchange.bytes
     if exchange == "all_to_all":
-        assert found == heads_bytes(n, size, n // size, CommSizes(8, 4, 64, 1, 2, 4))
+        assert found == heads_bytes(spread, 4, 0, 2, 4)
         return
     # GPUs send shares of gradients in the inputs' dtype
-    ranks = [dense_bytes(n, size, rank, layout, CommSizes(8, 4, 64, 1, 2, 2), is_causal=is_causal) for rank in range(size)]
+    ranks = [rows_bytes(spread, 4, rank, 2) for rank in range(4)]
     assert found in ranks and found.forward_received == max(rank.forward_received for rank in ranks)
 
 
