@@ -6,11 +6,9 @@ import contextlib
 import copy
 import functools
 import pickle
-import re
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -866,16 +864,6 @@ def test_inputs_of_one_process() -> None:
         with pytest.raises((ValueError, TypeError), match=text):
             shard_inputs(given, **options)
     assert shard_inputs({"input_ids": ids, "position_ids": packed[:1], "foo": 3})["foo"] == 3
-
-
-def test_code_of_the_page_runs() -> None:
-    """Its other blocks: tests/scripts/test_docs.py."""
-    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    ring = re.findall(r"```python\n(.*?)```", page, flags=re.S)[2]
-    names: dict[str, Any] = {"shard_inputs": shard_inputs, "register": register, "model": llama(), "ids": tokens()}
-    # one process needs no group
-    exec(compile(ring.replace("dist.init_process_group()", ""), "docs/huggingface.md", "exec"), names)
-    assert names["loss"].item() > 0
 
 
 @pytest.mark.gpu
