@@ -31,6 +31,7 @@ from tests.helpers.scripts import needs_pins
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
     PINNED,
     RELEASE,
+    bert,
     gemma2,
     gpt_oss,
     llama,
@@ -412,14 +413,6 @@ def attached(model: Any, **options: Any) -> Iterator[Any]:
             handle.remove()
 
 
-def bert_of(**changes: Any) -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
-
-
-def mamba() -> Any:
-    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1))
-
-
 def convolutional() -> Any:
     model = llama()
     model.model.mix = torch.nn.Conv1d(32, 32, 3)
@@ -429,8 +422,12 @@ def convolutional() -> Any:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (bert_of, {}, "the loss of BertForMaskedLM is ForMaskedLMLoss, which may be no sum over positions"),
-        (mamba, {}, "MambaForCausalLM has linear_attention"),
+        (bert, {}, "the loss of BertForMaskedLM is ForMaskedLMLoss, which may be no sum over positions"),
+        (
+            lambda: transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1)),
+            {},
+            "MambaForCausalLM has linear_attention",
+        ),
         (lambda: torch.nn.Linear(2, 2), {}, "model is a Linear; expected a model of transformers"),
         (convolutional, {}, "a convolution, 'model.mix'"),
         (llama, {"layout": "spiral"}, "layout"),

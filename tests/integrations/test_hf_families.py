@@ -25,17 +25,14 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     N,
     bert,
     error,
-    every_pair,
     gemma2,
     gpt_oss,
-    literal,
     llama,
-    masking,
     mistral,
     model_of,
-    modeling,
     on,
     padded,
+    positions_in,
     qwen2,
     qwen3,
     registered,
@@ -102,23 +99,9 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def dense(registered: None) -> None:  # noqa: F811
-    register_dense()
-
-
-def register_dense(**options: Any) -> None:
-    """The names with dense settings, and ``"literal"``, also in a process that has no fixtures."""
-    register(**DENSE, **options)
-    modeling.AttentionInterface.register("literal", literal)
-    masking.AttentionMaskInterface.register("literal", every_pair)
+    """The names with dense settings, and ``"literal"``."""
+    register(**DENSE)
     LITERAL[0] = DilatedPattern([4096], [1])
-
-
-def inputs(variant: str) -> dict[str, Any]:
-    if variant == "packed":
-        # three documents in one row, whose positions begin again
-        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(BOUNDS)])
-        return {"input_ids": tokens(1), "position_ids": positions[None], "use_cache": False}
-    return {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
 
 
 @pytest.mark.parametrize("variant", ["padded", "packed"])
@@ -129,11 +112,14 @@ def test_one_process(family: str, name: str, variant: str) -> None:
     if variant == "packed" and not FAMILIES[family].is_causal:
         # transformers finds packed documents in decoders alone
         variant = "plain"
-    model, given = FAMILIES[family].make(), inputs(variant)
+    model: Any = FAMILIES[family].make()
+    given: dict[str, Any] = {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
     if variant != "packed":
-        expected = results(on(model, "literal"), given, given.get("attention_mask"))
-        assert error(results(on(model, name), given, given.get("attention_mask")), expected) <= TOLERANCE
+        expected = results(on(model, "literal"), given, given["attention_mask"])
+        assert error(results(on(model, name), given, given["attention_mask"]), expected) <= TOLERANCE
         return
+    # three documents in one row, whose positions begin again
+    given = {"input_ids": tokens(1), "position_ids": positions_in(13, 30, 7), "use_cache": False}
     weights = weights_of(1, N, model.config.vocab_size)
     # the documents one by one
     on(model, "literal")

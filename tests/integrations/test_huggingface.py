@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from dilated_attention import BackendUnavailable
 from dilated_attention.distributed.sharding.layout import positions_of
@@ -591,10 +591,6 @@ def test_masks_that_a_layer_is_given() -> None:
         of_branches(*heads_of(1, 12), keys[:, None, None])
 
 
-def block_mask() -> Any:
-    return flex_attention.create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu")
-
-
 BAD_MASKS: list[tuple[Any, str]] = [
     *(
         (mask, "keeps other pairs")
@@ -612,7 +608,7 @@ BAD_MASKS: list[tuple[Any, str]] = [
         (mask, "expected 12 keys' padding")
         for mask in (SEEN12.expand(1, 4, 12, 12), SEEN12.expand(2, 1, 12, 12), SEEN12[..., :-1], torch.ones(4))
     ),
-    (block_mask(), "attention_mask is a BlockMask"),
+    (create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu"), "attention_mask is a BlockMask"),
 ]
 CAUSAL = KeyMask(12, 12, 0, 0, True)
 # of a layer: its attributes, the mask, keys where not 12, options
