@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from dilated_attention.models import LongNetLM
-from tests.helpers.scripts import Script, log_of, run_script
+from tests.helpers.scripts import log_of, run_script
 from tests.scripts.test_docs import blocks
 from tests.scripts.test_examples import EXAMPLES, run, torchrun
 
@@ -51,29 +52,28 @@ def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) 
     run = tmp_path / "killed"
     words = ["--data", str(text), "--out", str(run), *SMALL, *options, "--resume", "auto"]
     log = run / "log.jsonl"
-    for count, (kind, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)), 1):
-        # a run that goes on begins with a log of its own, without the steps that are done again
-        before = file_of(log)
-        script = Script(SCRIPT, *words, quick=True)
-        (process,) = script.processes
+
+    def kill(process: Any, kind: int, count: int, before: int | None) -> None:
         deadline = time.monotonic() + 200
         while process.is_alive() and (file_of(log) == before or len(steps_of(run)) < 8 * count) and time.monotonic() < deadline:
             time.sleep(0.02)
         # before, in or after the writing of a checkpoint
         time.sleep(0.05 * count)
         os.kill(process.pid, kind)
-        process.join(60)
-        assert process.exitcode == code, script.output()
-        assert "Traceback" not in script.output()[1]
+
+    for count, (kind, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)), 1):
+        # a run that goes on begins with a log of its own, without the steps that are done again
+        meanwhile = functools.partial(kill, kind=kind, count=count, before=file_of(log))
+        result = run_script(SCRIPT, *words, quick=True, meanwhile=meanwhile)
+        assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
         assert 8 * count <= len(steps_of(run)) < 80
         if kind == signal.SIGKILL:
             assert not (run / "checkpoint").exists()
         else:
             step = max(steps_of(run))
-            assert f"stopped by {kind.name} after step {step}, which is saved; evaluate and generate" in script.output()[1]
+            assert f"stopped by {kind.name} after step {step}, which is saved; evaluate and generate" in result.stderr
             with pytest.warns(UserWarning, match=f"is the model of step {step}, after which the run was stopped"):
                 LongNetLM.from_pretrained(run)
-        script.end()
     train(text, run, *options, "--resume", "auto")
     assert figures_of(run) == figures_of(tmp_path / "whole")
     with warnings.catch_warnings():
