@@ -133,8 +133,6 @@ def test_vectors_or_logits_of_a_head_are_those_of_the_saved_model(global_pool: b
         ({"tiles": [[1.0]]}, "tiles and coords are list and Tensor"),
         ({"tiles": torch.zeros(1, 5, 12).long()}, r"tiles has dtype torch.int64; expected features of a floating dtype"),
         ({"coords": torch.zeros(1, 4, 2)}, "one pair of pixels for each tile"),
-        ({"coords": torch.full((1, 5, 2), 1e9)}, "raise grid_size"),
-        ({"coords": torch.full((1, 5, 2), float("nan"))}, "a tile has NaN or infinite coords"),
         ({"all_layers": "no"}, "all_layers is 'no' .*expected True or False"),
         ({"cu_seqlens": [0, 5]}, "as returned by collate_slides"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "rising bounds from 0 to the number of tiles, 5"),
