@@ -77,7 +77,7 @@ class Table:
 
 def run(phases: Sequence[Sequence[str]], path: Path, limit: float) -> bool:
     """Runs pytest with the arguments of each phase, in all for ``limit`` seconds at most."""
-    from tests.helpers.kills import descendants
+    from tests.helpers.scripts import descendants
 
     table = Table(path)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contenders, speed
+from benchmarks import contenders, copies, speed
 from benchmarks.__main__ import main
 from benchmarks.case import FAMILIES, Case, case_names, dense_pattern, geometric, make_case, new_lengths, pairs, small
 from benchmarks.contenders import Contender, contender
@@ -204,16 +204,22 @@ def test_processes_measure_and_fail_together(tmp_path: Path) -> None:
         ("speed --device tpu", "--device tpu"),
         ("speed --cases longnet-64-x0", "there is no case 'longnet-64-x0'"),
         ("speed --seconds nan", "nan is not a finite number above 0"),
-        ("speed --output {file}", "is a file; expected a folder"),
-        ("speed --torchscale {file}", "there is no torchscale/component/dilated_attention.py in it; git clone"),
+        ("speed --output file", "is a file; expected a folder"),
+        ("speed --torchscale file", "there is no torchscale/component/dilated_attention.py in it; git clone"),
         ("scaling --cases nope", "no case has such a name"),
         ("extreme --memory-gib 0", "0 is not a finite number above 0"),
+        ("train-infer --tasks parity", "expected --torchscale PATH, --gigapath PATH or both"),
+        ("train-infer --tasks parity --gigapath no/such", "there is no gigapath/slide_encoder.py in it; git clone"),
+        ("train-infer --tasks parity --gigapath . --tiles 101 --grid 10", "do not fit on a grid of 10"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_refused(
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     try:
-        code: int | str | None = main(command.format(file=tmp_path / "file").split())
+        code: int | str | None = main(command.split())
     except SystemExit as end:
         code = end.code
     assert code == 2 and said in capsys.readouterr().err
@@ -227,3 +233,11 @@ def test_the_search_ends_by_memory_and_one_process_refuses_several(
     assert fits and last.note == "out of memory" and all(row.values["bytes_per_token"] > 0 for row in fits)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["extreme"]) == 2 and "start it without torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("note", "code"), [("wrong: output differs by 1.0e-03", 1), ("", 0)])
+def test_a_difference_is_the_exit_code(note: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(name="encoder", case={"task": "parity"}, errors={"output": 1e-3}, note=note)
+    monkeypatch.setattr(copies, "check_parity", lambda options: None)
+    monkeypatch.setattr(copies, "measure_parity", lambda options: [row])
+    assert main(["train-infer", "--tasks", "parity", "--output", str(tmp_path)]) == code

@@ -24,28 +24,6 @@ def shown(capsys: Capture, line: str) -> str:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("pattern", "options", "num_positions", "num_heads"),
-    [
-        (DilatedPattern((16, 32), (1, 2), ((0, 0), (1, 0))), "--head-offsets 0,0 1,0", 1024, 2),
-        (DilatedPattern((8, 8, 8), (1, 1, 2), "blocked"), "--head-offsets blocked", 20, 3),
-        (DilatedPattern((4, 16), (1, 4), branch_heads="split"), "--branch-heads split", 40, 3),
-    ],
-)
-def test_figures_are_those_of_the_mask(
-    pattern: DilatedPattern, options: str, num_positions: int, num_heads: int, is_causal: bool, capsys: Capture
-) -> None:
-    branches = [" ".join(map(str, x)) for x in (pattern.segment_lengths, pattern.dilation_rates)]
-    line = f"dilated --segment-lengths {branches[0]} --dilation-rates {branches[1]} {options} --length {num_positions} --heads {num_heads}"
-    told = json.loads(shown(capsys, f"{line} --json{' --causal' * is_causal}"))
-    mask = pattern.dense_mask(num_positions, num_positions, num_heads, is_causal=is_causal)
-    dense = num_heads * (num_positions * (num_positions + 1) // 2 if is_causal else num_positions**2)
-    assert told["pairs"] == int(mask.sum()) and told["dense_pairs"] == dense and told["density"] == told["pairs"] / dense
-    assert [row["pairs"] for row in told["branches"]] == list(pattern.branch_pairs(num_positions, num_heads, is_causal=is_causal))
-    assert sum(row["keys_per_query"] for row in told["branches"]) == pytest.approx(told["keys_per_query"])
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
     ("pattern", "num_positions", "cell"),
     [
         (DilatedPattern((5, 256), (2, 4), branch_heads="split"), 1100, 100),
@@ -100,18 +78,25 @@ def test_the_drawing_keeps_to_its_width_and_says_what_a_character_stands_for(
     assert f"a character stands for {cell:,} × {cell:,} positions" in " ".join(lines)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        ("--window all 0", LocalWindow((None, 0))),
-        ("--window 5 --global-tokens 3 --block-size 64", GlobalLocal(5, 3, block_size=64)),
-        ("--window 5 --random-blocks 1 --seed 4", BigBird(5, 0, 1, 4)),
-        ("--density 0.25 --density-kind local", with_sparsity(0.25, "local")),
+        ("block_sparse --window all 0", LocalWindow((None, 0))),
+        ("block_sparse --window 5 --global-tokens 3 --block-size 64", GlobalLocal(5, 3, block_size=64)),
+        ("block_sparse --window 5 --random-blocks 1 --seed 4", BigBird(5, 0, 1, 4)),
+        ("block_sparse --density 0.25 --density-kind local", with_sparsity(0.25, "local")),
+        (f"{DILATED} --head-offsets 0,0 1,0", DilatedPattern((16, 32), (1, 2), ((0, 0), (1, 0)))),
+        (f"{DILATED} --head-offsets blocked", DilatedPattern((16, 32), (1, 2), "blocked")),
+        (f"{DILATED} --branch-heads split", DilatedPattern((16, 32), (1, 2), branch_heads="split")),
     ],
 )
-def test_block_patterns_of_arguments(arguments: str, pattern: Pattern, capsys: Capture) -> None:
-    told = json.loads(shown(capsys, f"block_sparse {arguments} --length 300 --heads 1 --json"))
-    assert told["pattern"] == repr(pattern) and told["pairs"] == pattern.pairs(300) and "branches" not in told
+def test_figures_are_those_of_the_pattern_that_arguments_make(arguments: str, pattern: Pattern, is_causal: bool, capsys: Capture) -> None:
+    told = json.loads(shown(capsys, f"{arguments} --length 300 --heads 2 --json{' --causal' * is_causal}"))
+    pairs, dense = pattern.pairs(300, 2, is_causal=is_causal), 2 * (300 * 301 // 2 if is_causal else 300**2)
+    assert (told["pattern"], told["pairs"], told["dense_pairs"], told["density"]) == (repr(pattern), pairs, dense, pairs / dense)
+    # each branch's figures: test_the_drawing_has_a_character_a_pair_and_tells
+    assert ("branches" in told) == ("dilated" in arguments) and sum(x["pairs"] for x in told.get("branches", ())) in (0, pairs)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""How the command line starts: its version, what other programs import, and Ctrl-C while modules are imported."""
+"""The command line as a process: its version, what other programs import, Ctrl-C while modules are imported; and its output, which fits
+a terminal's width and its encoding and is the same text everywhere."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import signal
 import subprocess
@@ -12,17 +15,19 @@ from typing import Any
 import pytest
 
 import dilated_attention
+from dilated_attention.cli import common, main
 
 WHOLE = "import dilated_attention, torch; torch.ops.dilated_attention.ring_attention.default; vars(dilated_attention)['attention']\n"
 HELD = "import signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
 
 
-def python(*arguments: str, folder: Path | None = None, ignored: bool = False) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, folder: Path | None = None, ignored: bool = False, **more: str) -> subprocess.CompletedProcess[str]:
     # the package of this checkout, wherever the program runs
-    variables = os.environ | {"PYTHONPATH": str(Path(dilated_attention.__file__).parents[1])}
+    variables = os.environ | {"PYTHONPATH": str(Path(dilated_attention.__file__).parents[1])} | more
+    variables.pop("COLUMNS", None)
     # a shell lets what it starts in the background ignore SIGINT
     held = signal.SIG_IGN if ignored else signal.SIG_DFL
-    options: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, held), "capture_output": True, "text": True}
+    options: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, held), "capture_output": True, "encoding": "utf-8"}
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=variables, timeout=120, check=False, **options)
 
 
@@ -67,3 +72,52 @@ def test_a_command_raises_keyboard_interrupt_again(tmp_path: Path) -> None:
     script.write_text(f"from dilated_attention.cli import main\nassert main(['show', 'longnet-tiny', '--json']) == 0\n{HELD}")
     result = python(str(script))
     assert result.returncode == 0, result.stderr
+
+
+# ---- output
+
+INFO = ("info", "--for", "cpu", "--all")
+SHOW = ("show", "dilated", "--segment-lengths", "8", "32", "--dilation-rates", "1", "4", "--length", "32", "--heads", "1")
+
+
+@functools.cache
+def printed(*arguments: str, **more: str) -> str:
+    result = python("-m", "dilated_attention", *arguments, **more)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_pipe_gets_plain_lines_that_are_whole() -> None:
+    plain = printed(*INFO)
+    (flash4,) = [line for line in plain.splitlines() if "✗ flash4 " in line]
+    assert flash4.endswith("runs on cuda, not on cpu; takes bfloat16, float16, not float32")
+    assert not any(line != line.rstrip() for line in plain.splitlines())
+
+
+def test_columns_sets_the_width_everywhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    recommend = ("recommend", "encoder", "--length", "64k", "--gpu", "H200")
+    whole = printed(*recommend)
+    for columns, line, text in ((70, INFO, printed(*INFO)), (40, SHOW, None), (50, recommend, whole)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(list(line)) == 0
+        found = capsys.readouterr().out
+        # the code stays in lines that can be pasted
+        assert max(len(row) for row in found.splitlines() if line is not recommend or not row.startswith("    ")) <= columns
+        # a word that is longer than a line is broken
+        assert text is None or "".join(found.split()) == "".join(text.split())
+        assert line is not recommend or found.splitlines()[-1] == whole.splitlines()[-1]
+
+
+def test_what_ascii_lacks_becomes_a_question_mark() -> None:
+    for arguments, whole in ((INFO, printed(*INFO)), (SHOW, printed(*SHOW))):
+        text = printed(*arguments, PYTHONIOENCODING="ascii")
+        assert text == whole.encode("ascii", "replace").decode() and "?" in text
+    result = python("-m", "dilated_attention", "show", "dilated", "--length", "4x", PYTHONIOENCODING="ascii")
+    assert result.returncode == 2 and result.stderr.isascii() and "Traceback" not in result.stderr
+
+
+def test_json_has_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"reason": "blocks of 64 × 64 → triton", "a file's name that is no text": "caf\udce9"}
+    common.put_json(value)
+    text = capsys.readouterr().out
+    assert text.isascii() and json.loads(text) == value

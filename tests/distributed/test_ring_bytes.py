@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from dilated_attention.pattern import BigBird, GlobalLocal, LocalWindow, PerHead
 from dilated_attention.planning.memory import Bytes
 from dilated_attention.testing import inputs
 from tests.distributed import test_ring_blocks as blocks
-from tests.helpers.comm_volume import CommSizes, block_bytes, dense_bytes, dilated_bytes, heads_bytes
+from tests.helpers.comm_volume import heads_bytes, rows_bytes
 from tests.helpers.pool import pool_of
 from tests.helpers.ring_cases import (
     WHOLE,
@@ -31,7 +30,6 @@ from tests.helpers.ring_cases import (
 )
 from tests.helpers.traffic import traffic
 
-D = 8
 Count = tuple[Bytes, dict[int, int]]
 
 
@@ -79,17 +77,10 @@ def calls_of(world: int, count: int) -> list[Spread]:
 
 
 def formula(spread: Spread, world: int, rank: int, dtype: torch.dtype) -> Bytes:
-    case = spread.case
-    sizes = CommSizes(case.heads, case.kv_heads, D, case.batch, dtype.itemsize, max(4, dtype.itemsize))
     if by_heads(spread, world):
-        held = len(positions(case.num_keys, rank, world, spread.layout))
         # without a gradient of lse, too, zeros travel: another rank may have one
-        return heads_bytes(case.num_keys, world, held, sizes, lse_grad=True)
-    documents = None if case.bounds is None else list(itertools.pairwise(case.bounds))
-    options: dict[str, Any] = {"is_causal": case.is_causal, "documents": documents, "layout": spread.layout, "sizes": sizes}
-    if case.pattern == WHOLE:
-        return dense_bytes(case.num_keys, world, rank, window=case.window, **options)
-    return dilated_bytes(case.num_keys, world, rank, case.pattern.segment_lengths, case.pattern.dilation_rates, **options)
+        return heads_bytes(spread, world, rank, dtype.itemsize, max(4, dtype.itemsize), lse_grad=True)
+    return rows_bytes(spread, world, rank, dtype.itemsize)
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (4, torch.float64)])
@@ -131,16 +122,8 @@ def test_blocks_exchange_what_the_formula_says(kind: str, world: int) -> None:
     dtype = torch.float32 if world % 2 else torch.float64
     ranks = pool_of(world).run(measured, spreads, dtype)
     for index, spread in enumerate(spreads):
-        case = spread.case
-        sizes = CommSizes(case.heads, case.kv_heads, case.head_dim, case.batch, dtype.itemsize, dtype.itemsize)
-        beside = None if case.branches is None else (case.branches.segment_lengths, case.branches.dilation_rates)
-        options: dict[str, Any] = {
-            "is_causal": case.is_causal,
-            "head_steps": [case.kv_heads // (spread.head_steps or 1)] * (spread.head_steps or 1),
-            "branches": beside,
-        }
         for rank in range(world):
-            want = block_bytes(case.pattern, case.num_keys, world, rank, spread.layout, sizes, **options)
+            want = rows_bytes(spread, world, rank, dtype.itemsize)
             assert ranks[rank][index][0] == want, f"rank {rank} of {world}: {spread}"
 
 

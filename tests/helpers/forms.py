@@ -104,11 +104,6 @@ def _any(case: Case) -> Case:
     return case
 
 
-def _undrawn(case: Case) -> Case:
-    """vmap asks for its ``randomness`` where a call draws: test_transforms.py."""
-    return replace(case, dropout_p=0.0)
-
-
 def static(case: Case) -> Case:
     pattern: Any = case.pattern
     if isinstance(pattern, BlockPattern) and pattern.is_chosen:
@@ -137,7 +132,8 @@ FORMS: dict[str, tuple[Form, Callable[[Case], Case]]] = {
     "compiled": (compiled, _any),
     "checkpointed": (checkpointed, _any),
     "saved": (saved, _any),
-    "mapped": (mapped, _undrawn),
+    # vmap asks for its ``randomness`` where a call draws: test_transforms.py
+    "mapped": (mapped, lambda case: replace(case, dropout_p=0.0)),
     "rows": (rows, _of_rows),
     "ring": (ring, _of_ring),
     "module": (module, _of_module),

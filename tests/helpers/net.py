@@ -12,7 +12,6 @@ import inspect
 import itertools
 import json
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def signature_of(name: str, value: Any) -> dict[str, str]:
-    """Returns parameter → default. ``**options: Unpack[SomeTypedDict]`` counts as the keyword parameters that it stands for."""
+def signature_of(value: Any) -> dict[str, str]:
+    """Returns parameter → default, as ``help`` shows them."""
     parameters: dict[str, str] = {}
     for parameter in inspect.signature(value).parameters.values():
-        hint = parameter.annotation
-        if isinstance(hint, str) and hint.startswith("Unpack["):
-            function = value.__init__ if inspect.isclass(value) else inspect.unwrap(value)
-            hint = typing.get_type_hints(function, include_extras=True)[parameter.name]
-        if "Unpack" in str(typing.get_origin(hint)):
-            options = typing.get_args(hint)[0]
-            defaults = importlib.import_module(options.__module__).DEFAULTS
-            parameters |= {key: repr(defaults[key]) if key in defaults else "required" for key in options.__annotations__}
-            continue
         default = "required" if parameter.default is inspect.Parameter.empty else repr(parameter.default)
         mark = {"KEYWORD_ONLY": "", "VAR_KEYWORD": "**", "VAR_POSITIONAL": "*"}.get(parameter.kind.name, "by place ")
         parameters[f"{mark}{parameter.name}"] = re.sub(r" at 0x[0-9a-f]+", "", default)
@@ -71,10 +61,10 @@ def signatures() -> dict[str, dict[str, str]]:
         for name in sorted(package.__all__):
             value = getattr(package, name)
             if inspect.isfunction(value) or (inspect.isclass(value) and "__init__" in vars(value)):
-                made[f"{module.lstrip('.')}.{name}".lstrip(".")] = signature_of(name, value)
+                made[f"{module.lstrip('.')}.{name}".lstrip(".")] = signature_of(value)
                 forward = getattr(value, "forward", None)
                 if inspect.isclass(value) and issubclass(value, torch.nn.Module) and forward is not None:
-                    made[f"{module.lstrip('.')}.{name}.forward".lstrip(".")] = signature_of(name, forward)
+                    made[f"{module.lstrip('.')}.{name}.forward".lstrip(".")] = signature_of(forward)
     return made
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention, shard_sequence
+from dilated_attention import DilatedPattern, ring_attention, ring_dilated_attention
 from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, spans
 from dilated_attention.distributed.ring_pass import why_no_heads
 from dilated_attention.pattern import BlockPattern
@@ -289,16 +289,6 @@ def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | N
     return (out.isnan().any(-1).any(-1)[entry].nonzero().flatten() + 8 * rank).tolist()
 
 
-def lse_gradient_of_the_last(rank: int, world: int, exchange: str, layout: str) -> float:
-    """Largest error of dq, dk and dv where only the last rank's loss depends on lse."""
-    torch.manual_seed(0)
-    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 8 * world, 4, 8, dtype=torch.float64).to(here()).unbind(0))
-    parts = [x.detach().requires_grad_() for x in shard_sequence(None, [q, k, v], [1, 1, 1], layout=layout)]
-    out, lse = ring_attention(*parts, layout=layout, exchange=exchange, seq_len=8 * world, return_lse=True)
-    mine = out.sum() + (lse.sum() if rank == world - 1 else 0)
-    found = torch.autograd.grad(mine, parts)
-    whole, whole_lse = attention(q, k, v, return_lse=True, backend="math")
-    last = [x for span in spans(8 * world, world - 1, world, layout) for x in range(*span)]
-    wanted = torch.autograd.grad(whole.sum() + whole_lse[:, :, last].sum(), (q, k, v))
-    shares = shard_sequence(None, list(wanted), [1, 1, 1], layout=layout)
-    return max(float((a - b).abs().max()) for a, b in zip(found, shares, strict=True))
+def lse_of_the_last(rank: int, world: int, spread: Spread) -> Result:
+    """A call where only the last rank's loss depends on lse."""
+    return run_one(with_changes(spread, lse_grad=rank == world - 1), rank, world, None)[0]

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
@@ -57,81 +58,69 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-class Script:
-    """The process of a script, or its processes, which have started. ``close`` ends them with what they have started.
-
-    Args:
-        processes: None for one that knows of no others; else as many, with the variables that torchrun sets.
-        environment: variables beside those of this process.
-        quick: nothing is drawn, and the machine's FLOP/s are not measured, which takes most of the time of a run of a few steps.
-    """
-
-    def __init__(
-        self, script: Path, *arguments: str, processes: int | None = None, environment: dict[str, str] | None = None, quick: bool = False
-    ) -> None:
-        self.command = [str(script), *arguments]
-        own = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        ranks: list[dict[str, str]] = [{}]
-        if processes is not None:
-            world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        self._folder = tempfile.TemporaryDirectory(prefix="script")
-        self._outputs = [tuple(Path(self._folder.name) / f"{name}{rank}" for name in ("out", "error")) for rank in range(len(ranks))]
-        context = fresh_processes()
-        self.processes: list[Any] = []
-        for variables, (out, error) in zip(ranks, self._outputs, strict=True):
-            arguments_of_main = (self.command, own | variables, os.getcwd(), str(out), str(error), quick)
-            self.processes.append(context.Process(target=_main, args=arguments_of_main))
-            self.processes[-1].start()
-
-    def output(self) -> tuple[str, str]:
-        """stdout and stderr until now, rank after rank."""
-        out, error = ("".join(files[i].read_text() if files[i].exists() else "" for files in self._outputs) for i in (0, 1))
-        return out, error
-
-    def end(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """Waits for the first exit code that is not 0, or for all to end, and closes."""
+def descendants(process: int) -> list[int]:
+    """The process and all that it has started, which are still there."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            code = _join(self.processes, time.monotonic() + timeout)
-        finally:
-            self.close()
-            out, error = self.output()
-            self._folder.cleanup()
-        if code is None:
-            raise subprocess.TimeoutExpired(self.command, timeout, out, error)
-        return subprocess.CompletedProcess(self.command, code, out, error)
-
-    def close(self) -> None:
-        for process in self.processes:
-            # with what it started; one that is still starting has no group of its own yet
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
+            fields = entry.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(entry.parent.name)] = int(fields[1])
+    found = [process]
+    for member in found:
+        found += [child for child, parent in parents.items() if parent == member]
+    return found
 
 
-def run_script(script: Path, *arguments: str, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_script(
+    script: Path,
+    *arguments: str,
+    processes: int | None = None,
+    timeout: float = 240,
+    quick: bool = False,
+    meanwhile: Callable[[Any], None] | None = None,
+) -> subprocess.CompletedProcess[str]:
     """The end of the script's process, or of its processes: the first exit code that is not 0, and their output, rank after rank.
 
     Args:
+        processes: None for one that knows of no others; else as many, with the variables that torchrun sets.
         timeout: seconds, after which all are killed with what they have started.
-        options: of ``Script``.
+        quick: nothing is drawn, and the machine's FLOP/s are not measured, which takes most of the time of a run of a few steps.
+        meanwhile: is called with the first process, which runs.
     """
-    return Script(script, *arguments, **options).end(timeout)
-
-
-def _join(started: list[Any], deadline: float) -> int | None:
-    """The first exit code that is not 0, else 0; None if there was none in time. As torchrun does, none waits for one that failed."""
-    left = list(started)
-    while left:
-        if not wait([process.sentinel for process in left], max(0.0, deadline - time.monotonic())):
-            return None
-        for process in [process for process in left if process.exitcode is not None]:
-            if process.exitcode != 0:
-                return int(process.exitcode)
-            left.remove(process)
-    return 0
+    command, context, started, code = [str(script), *arguments], fresh_processes(), list[Any](), 0
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks: list[dict[str, str]] = [{}]
+    if processes is not None:
+        world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="script") as folder:
+        outputs = [tuple(Path(folder) / f"{name}{rank}" for name in ("out", "error")) for rank in range(len(ranks))]
+        try:
+            for variables, files in zip(ranks, outputs, strict=True):
+                started.append(context.Process(target=_main, args=(command, own | variables, os.getcwd(), *map(str, files), quick)))
+                started[-1].start()
+            if meanwhile is not None:
+                meanwhile(started[0])
+            left = started
+            # as torchrun does, none waits for one that failed
+            while left and not code and wait([process.sentinel for process in left], max(0.0, deadline - time.monotonic())):
+                code = next((process.exitcode for process in left if process.exitcode), 0)
+                left = [process for process in left if process.exitcode is None]
+        finally:
+            for process in started:
+                # with what it started; one that is still starting has no group of its own yet
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
+        out, error = ("".join(files[i].read_text() if files[i].exists() else "" for files in outputs) for i in (0, 1))
+    if left and not code:
+        raise subprocess.TimeoutExpired(command, timeout, out, error)
+    return subprocess.CompletedProcess(command, code, out, error)
 
 
 def _main(command: list[str], environment: dict[str, str], folder: str, out: str, error: str, quick: bool) -> None:

@@ -1,8 +1,8 @@
 """Families of transformers models on every registered name, with dense settings: logits, loss and all gradients are eager's.
 
 transformers' eager attention takes its softmax in float32, so that it can show this to 1e-6 only. The attention written out in float64
-(``test_huggingface.literal``) is eager to that, and what the names compute is the former to 1e-10: on one process and on 2, 3, 4 and 8,
-with padding and packed documents, under activation checkpointing. Compiled: test_huggingface; LoRA and FSDP2:
+(``test_huggingface.literal``) is eager to that, and what the names compute is the former to 1e-10: with padding and packed documents, under
+activation checkpointing, rings as one process. Several processes and compiled models: test_huggingface; LoRA and FSDP2:
 test_hf_context_parallel. docs/huggingface.md has a table of the families.
 """
 
@@ -16,32 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from dilated_attention.distributed.sharding.layout import positions_of
-from dilated_attention.integrations.huggingface import register, shard_inputs
+from dilated_attention.integrations.huggingface import register
 from dilated_attention.pattern import DilatedPattern, LocalWindow
-from tests.helpers.pool import patience, pool_of
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
     DECODER,
-    LENGTHS,
     LITERAL,
-    RATES,
     N,
-    asks,
     bert,
     error,
-    every_pair,
     gemma2,
     gpt_oss,
-    literal,
     llama,
-    masking,
     mistral,
     model_of,
-    modeling,
     on,
     padded,
+    positions_in,
     qwen2,
     qwen3,
     registered,
@@ -108,23 +99,9 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def dense(registered: None) -> None:  # noqa: F811
-    register_dense()
-
-
-def register_dense(**options: Any) -> None:
-    """The names with dense settings, and ``"literal"``, also in a process that has no fixtures."""
-    register(**DENSE, **options)
-    modeling.AttentionInterface.register("literal", literal)
-    masking.AttentionMaskInterface.register("literal", every_pair)
+    """The names with dense settings, and ``"literal"``."""
+    register(**DENSE)
     LITERAL[0] = DilatedPattern([4096], [1])
-
-
-def inputs(variant: str) -> dict[str, Any]:
-    if variant == "packed":
-        # three documents in one row, whose positions begin again
-        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(BOUNDS)])
-        return {"input_ids": tokens(1), "position_ids": positions[None], "use_cache": False}
-    return {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
 
 
 @pytest.mark.parametrize("variant", ["padded", "packed"])
@@ -135,11 +112,14 @@ def test_one_process(family: str, name: str, variant: str) -> None:
     if variant == "packed" and not FAMILIES[family].is_causal:
         # transformers finds packed documents in decoders alone
         variant = "plain"
-    model, given = FAMILIES[family].make(), inputs(variant)
+    model: Any = FAMILIES[family].make()
+    given: dict[str, Any] = {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
     if variant != "packed":
-        expected = results(on(model, "literal"), given, given.get("attention_mask"))
-        assert error(results(on(model, name), given, given.get("attention_mask")), expected) <= TOLERANCE
+        expected = results(on(model, "literal"), given, given["attention_mask"])
+        assert error(results(on(model, name), given, given["attention_mask"]), expected) <= TOLERANCE
         return
+    # three documents in one row, whose positions begin again
+    given = {"input_ids": tokens(1), "position_ids": positions_in(13, 30, 7), "use_cache": False}
     weights = weights_of(1, N, model.config.vocab_size)
     # the documents one by one
     on(model, "literal")
@@ -167,63 +147,3 @@ def test_the_loss_and_activation_checkpointing(family: str) -> None:
         loss.backward()
         found.append({"loss": loss.detach()[None], **{key: p.grad for key, p in model.named_parameters()}})
     assert max(error(each, found[0]) for each in found[1:]) <= EAGER_TOLERANCE
-
-
-# ---- processes
-
-
-def shared_call(vocab_size: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs of 49 positions and the weights of their logits in the sum that is derived."""
-    return {"input_ids": tokens(2, 49), "attention_mask": padded("right", 49)}, weights_of(2, 49, vocab_size)
-
-
-SETTINGS = {"dense": DENSE, "dilated": {"segment_lengths": LENGTHS, "dilation_rates": RATES}}
-
-
-def expected_of(family: str, settings: str) -> dict[str, torch.Tensor]:
-    """What one process computes."""
-    LITERAL[0] = DilatedPattern(SETTINGS[settings]["segment_lengths"], SETTINGS[settings]["dilation_rates"])
-    model = FAMILIES[family].make()
-    whole, weights = shared_call(model.config.vocab_size)
-    return results(on(model, "literal"), whole, whole["attention_mask"], weights)
-
-
-def errors_on_a_ring(rank: int, world: int, wanted: dict[str, dict[str, torch.Tensor]], settings: str, layout: str) -> dict[str, float]:
-    """Of this rank's logits, and of the gradients' sums over the ranks."""
-    register(**SETTINGS[settings], layout=layout, timeout=patience())
-    errors = {}
-    for family, expected in wanted.items():
-        model = FAMILIES[family].make()
-        whole, weights = shared_call(model.config.vocab_size)
-        mine = positions_of(49, rank, world, layout, None)
-        shard = shard_inputs(whole, layout=layout)
-        real = whole["attention_mask"][:, mine]
-        kept = torch.zeros(2, 49, dtype=torch.bool)
-        kept[:, mine] = True
-        # a zero more, since all of a rank's rows may be padding
-        expected["logits"] = _with_zero(expected["logits"][kept[whole["attention_mask"].bool()]])
-        errors[family] = 0.0
-        for attention in ("ring_dilated", "ring") if settings == "dense" else ("ring_dilated",):
-            found = results(on(model, attention), shard, real, weights[:, mine])
-            for name in sorted(found.keys() - {"logits"}):
-                dist.all_reduce(found[name])
-            errors[family] = max(errors[family], error({**found, "logits": _with_zero(found["logits"])}, expected))
-    return errors
-
-
-def _with_zero(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x.flatten(), x.new_zeros(1)])
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("world", "layout", "settings"),
-    [(2, "contiguous", "dense"), (3, "zigzag", "dilated"), (4, "striped", "dense"), (8, "contiguous", "dilated")],
-)
-def test_processes_share_a_sequence(world: int, layout: str, settings: str) -> None:
-    """49 positions, with 2 heads of keys for up to 8 processes. Two processes run every family, 3 and 4 a half of them each."""
-    some = {2: list(FAMILIES), 3: list(FAMILIES)[::2], 4: list(FAMILIES)[1::2], 8: ["gpt_oss"]}[world]
-    families = tuple(name for name in some if asks(FAMILIES[name].make()))
-    wanted = {family: expected_of(family, settings) for family in families}
-    for errors in pool_of(world).run(errors_on_a_ring, wanted, settings, layout):
-        assert errors.keys() == set(families) and all(errors[family] <= FAMILIES[family].rounding for family in families), errors

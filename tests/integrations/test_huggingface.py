@@ -6,17 +6,15 @@ import contextlib
 import copy
 import functools
 import pickle
-import re
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from dilated_attention import BackendUnavailable
 from dilated_attention.distributed.sharding.layout import positions_of
@@ -596,10 +594,6 @@ def test_masks_that_a_layer_is_given() -> None:
         of_branches(*heads_of(1, 12), keys[:, None, None])
 
 
-def block_mask() -> Any:
-    return flex_attention.create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu")
-
-
 BAD_MASKS: list[tuple[Any, str]] = [
     *(
         (mask, "keeps other pairs")
@@ -617,7 +611,7 @@ BAD_MASKS: list[tuple[Any, str]] = [
         (mask, "expected 12 keys' padding")
         for mask in (SEEN12.expand(1, 4, 12, 12), SEEN12.expand(2, 1, 12, 12), SEEN12[..., :-1], torch.ones(4))
     ),
-    (block_mask(), "attention_mask is a BlockMask"),
+    (create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu"), "attention_mask is a BlockMask"),
 ]
 CAUSAL = KeyMask(12, 12, 0, 0, True)
 # of a layer: its attributes, the mask, keys where not 12, options
@@ -871,16 +865,6 @@ def test_inputs_of_one_process() -> None:
     assert shard_inputs({"input_ids": ids, "position_ids": packed[:1], "foo": 3})["foo"] == 3
 
 
-def test_code_of_the_page_runs() -> None:
-    """Its other blocks: tests/scripts/test_docs.py."""
-    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    ring = re.findall(r"```python\n(.*?)```", page, flags=re.S)[2]
-    names: dict[str, Any] = {"shard_inputs": shard_inputs, "register": register, "model": llama(), "ids": tokens()}
-    # one process needs no group
-    exec(compile(ring.replace("dist.init_process_group()", ""), "docs/huggingface.md", "exec"), names)
-    assert names["loss"].item() > 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dilated", "block_sparse"])
 def test_on_a_gpu(name: str) -> None:
@@ -906,34 +890,42 @@ TOLD: dict[str, dict[str, Any]] = {
 }
 
 
-def documents_on_a_ring(rank: int, world: int, name: str, layout: str) -> dict[str, dict[str, torch.Tensor]]:
+def documents_on_a_ring(rank: int, world: int, kind: str, name: str, layout: str) -> dict[str, dict[str, torch.Tensor]]:
     register(segment_lengths=LENGTHS, dilation_rates=RATES, layout=layout)
     mine, found = positions_of(49, rank, world, layout, None), {}
-    for kind, told in TOLD.items():
+    for way, told in TOLD.items():
         weights = weights_of(1, 49, VOCABULARY) * told.get("attention_mask", torch.ones(1, 49))[..., None]
         shard = shard_inputs({"input_ids": tokens(1, 49), **told}, layout=layout)
-        found[kind] = results(on(llama(), name), shard, weights=weights[:, mine])
+        found[way] = results(on(MODELS[kind](), name), shard, weights=weights[:, mine])
     return found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world", "name", "layout"),
-    [(1, "ring_dilated", "contiguous"), (2, "ring", "zigzag"), (3, "ring_dilated", "striped")],
+    ("world", "kind", "name", "layout", "rounding"),
+    [
+        (1, "llama", "ring_dilated", "contiguous", 1e-6),
+        # windows and sinks, whose gradients sum over the processes; some are above 8
+        (2, "gpt_oss", "ring", "zigzag", 4e-6),
+        (3, "llama", "ring_dilated", "striped", 1e-6),
+        # more processes than heads of keys; norms in float32
+        (4, "gemma2", "ring_dilated", "zigzag", 2e-5),
+    ],
 )
-def test_processes_share_documents_told_in_any_way(world: int, name: str, layout: str) -> None:
+def test_processes_share_documents_told_in_any_way(world: int, kind: str, name: str, layout: str, rounding: float) -> None:
     """Logits of tokens and all gradients are those of the documents one by one, to the float32 of rotary angles."""
-    found = [documents_on_a_ring(0, 1, name, layout)] if world == 1 else pool_of(world).run(documents_on_a_ring, name, layout)
-    model, ids, weights = on(llama(), "dilated" if name == "ring_dilated" else "sdpa"), tokens(1, 49), weights_of(1, 49, VOCABULARY)
-    for kind in TOLD:
-        shares, whole = [each[kind] for each in found], torch.empty(49, VOCABULARY, dtype=torch.float64)
+    found = [documents_on_a_ring(0, 1, kind, name, layout)] if world == 1 else pool_of(world).run(documents_on_a_ring, kind, name, layout)
+    if name == "ring":
+        LITERAL[0] = DilatedPattern([4096], [1])
+    model, ids, weights = on(MODELS[kind](), "literal"), tokens(1, 49), weights_of(1, 49, VOCABULARY)
+    for way in TOLD:
+        shares, whole = [each[way] for each in found], torch.empty(49, VOCABULARY, dtype=torch.float64)
         for rank, share in enumerate(shares):
             whole[positions_of(49, rank, world, layout, None)] = share["logits"]
-        spans = ((3, 16), (19, 43)) if kind == "padding" else ((0, 13), (13, 42), (42, 49))
+        spans = ((3, 16), (19, 43)) if way == "padding" else ((0, 13), (13, 42), (42, 49))
         parts = [results(model, {"input_ids": ids[:, a:b]}, weights=weights[:, a:b]) for a, b in spans]
-        assert {*parts[0]} == {"logits", *(name for name, _ in model.named_parameters())}
         for key in parts[0]:
             of_ranks = torch.cat([whole[a:b] for a, b in spans]) if key == "logits" else sum(share[key] for share in shares)
             of_parts = [part[key] for part in parts]
-            expected, off = (torch.cat(of_parts), 1e-7) if key == "logits" else (sum(of_parts), 1e-6)
-            torch.testing.assert_close(of_ranks, expected, atol=off, rtol=0, msg=lambda m, k=kind: f"{k}: {m}")
+            expected, off = (torch.cat(of_parts), rounding / 10) if key == "logits" else (sum(of_parts), rounding)
+            torch.testing.assert_close(of_ranks, expected, atol=off, rtol=0, msg=lambda m, k=way: f"{k}: {m}")

@@ -187,11 +187,16 @@ def test_a_cache_holds_what_can_be_read_and_says_so() -> None:
     # 2 layers, k and v, 3 requests, the longest segment, 2 heads of 8, float32
     assert cache.capacity == 24 and cache.nbytes == 2 * 2 * 3 * 24 * 2 * 8 * 4
     assert all(part in str(cache) for part in ("3 × 24 positions", "float32: 18 KiB", "would be 750 KiB"))
-    for name, length, capacity in (("longnet", 10, 10), ("window", 1000, 14), ("llama", 1000, 1000), ("global", 1000, 14 + 5)):
-        assert KVCache(model(name).config, 1, length).capacity == capacity
-    mixed = KVCache(model("mixed").config, 1, 1000)
-    assert [x.shape[1] for x in mixed.keys] == [14, 24] and "1 × 14 or 24 positions" in str(mixed)
-    assert mixed.nbytes == model("mixed").summary().cache_bytes(1000, 4)
+    for name, length, capacity in (
+        ("longnet", 10, 10),
+        ("window", 1000, 14),
+        ("llama", 1000, 1000),
+        ("global", 1000, 14 + 5),
+        ("mixed", 1000, 24),
+    ):
+        one = KVCache(model(name).config, 1, length)
+        assert one.capacity == capacity and one.nbytes == model(name).summary().cache_bytes(length, 4)
+    assert [x.shape[1] for x in one.keys] == [14, 24] and "1 × 14 or 24 positions" in str(one)
     assert 2 * KVCache(lm.config, 3, 1000, dtype=torch.bfloat16).nbytes == cache.nbytes
     pages = PagedKVCache(lm.config, 3, 400, page_size=4, num_pages=20)
     for i, length in enumerate((30, 1, 50)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from dilated_attention import create_model, local_positions, shard_sequence
 from dilated_attention.distributed import RingError
 from dilated_attention.distributed.sharding.layout import LAYOUTS
 from dilated_attention.models import LongViT, SlideEncoder, SlideEncoderConfig, VisionConfig, collate_slides
-from dilated_attention.models.images.base import insert_class_tokens
 from dilated_attention.models.images.vision import POOLINGS
 from dilated_attention.models.loss import average_gradients, sharded_mean
 from dilated_attention.modules import RingSettings
@@ -178,6 +178,9 @@ def drop_path_is_the_first_processs(rank: int, world: int) -> None:
         assert len(set(seen)) > 2
 
 
+MADE = (functools.partial(SlideEncoder, slide_config()), functools.partial(LongViT, vision_config()))
+
+
 def wrong_use_is_refused(rank: int, world: int) -> None:
     group = dist.group.WORLD
     spread = model_of(SlideEncoder, slide_config(), group=group, timeout=20.0)
@@ -201,15 +204,7 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
         (lambda: spread.attention_map(*shard), "computed by one process; load the weights without a ring"),
         (lambda: spread.features(*shard), "vectors of tiles are given by one; load the weights without group and mesh"),
         (lambda: view(images_of(24, 24 + 4 * rank)), "ranks disagree on seq_len: rank 0 has 36, rank 1 has 42"),
-        *(
-            (lambda kind=kind, config=config, options=options: kind(config, group=group, **options), text)
-            for kind, config in ((SlideEncoder, slide_config()), (LongViT, vision_config()))
-            for options, text in (
-                ({"mesh": mesh}, "group and mesh are both given"),
-                ({"layout": "stripes"}, "layout is 'stripes'"),
-                ({"timeout": 0.0}, "timeout"),
-            )
-        ),
+        *((lambda kind=kind: kind(group=group, mesh=mesh), "group and mesh are both given") for kind in MADE),
     ):
         with pytest.raises(ValueError, match=text):
             call()
@@ -219,26 +214,7 @@ def wrong_use_is_refused(rank: int, world: int) -> None:
         spread(shard[0], shard[1] + (rank == 0) * 20 * 256)
 
 
-def class_tokens_move_there_and_back(rank: int, world: int, layout: str) -> None:
-    """The derivative of a move is the move back, and its own derivative the move itself."""
-    ring = RingSettings.of({"group": dist.group.WORLD, "layout": layout})
-    rows = len(local_positions(dist.group.WORLD, 12 * world, layout=layout))
-    x, token = (torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((1, rows, 3), (3,)))
-    bounds = (0, 5, 12 * world)
-    moved = insert_class_tokens(x, token, bounds, ring)
-    weights = torch.randn_like(moved, requires_grad=True)
-    back = torch.autograd.grad(moved, x, weights, create_graph=True)[0]
-    (there,) = torch.autograd.grad(back, weights, x.detach())
-    with torch.no_grad():
-        torch.testing.assert_close(there, insert_class_tokens(x, torch.zeros_like(token), bounds, ring))
-
-
-IN_LAYOUTS = [
-    class_tokens_move_there_and_back,
-    slides_are_those_of_one_process,
-    packed_slides_are_those_of_one_process,
-    images_are_those_of_one_process,
-]
+IN_LAYOUTS = [slides_are_those_of_one_process, packed_slides_are_those_of_one_process, images_are_those_of_one_process]
 ON_PROCESSES = [presets_take_a_mesh, drop_path_is_the_first_processs, wrong_use_is_refused]
 
 

@@ -138,10 +138,6 @@ def test_generation_is_that_of_full_forwards_as_a_stream_and_up_to_a_base() -> N
         assert torch.equal(row, kmers(row % 5, 4, False)) and torch.equal(row[: len(start)], start) and len(set((row % 5).tolist())) > 1
         with torch.no_grad():
             assert torch.equal(row[len(start) :] % 5, lm(row[None])[0, len(start) - 1 : -1].argmax(-1))
-    free, ended = (lm.generate(starts, 40, generator=torch.Generator().manual_seed(3), stop_token=stop) for stop in (None, 2))
-    for row, whole, start in zip(ended, free, starts, strict=True):
-        at = len(start) + int((whole[len(start) :] % 5 == 2).nonzero()[0])
-        assert torch.equal(row, whole[: at + 1])
     prompt = kmers(bases(2, 9), 4, False)
     for stop in (None, 2):
         seeds = [torch.Generator().manual_seed(3) for _ in range(2)]

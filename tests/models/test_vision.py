@@ -100,15 +100,6 @@ def test_a_compiled_an_exported_and_a_mapped_model_compute_the_same() -> None:
     assert not torch.equal(each["head.weight"][0], each["head.weight"][1])
 
 
-def test_resized_positions() -> None:
-    positions = torch.randn(1, 36, 4)
-    assert resized_positions(positions, 6) is positions
-    larger = resized_positions(positions.bfloat16(), 12)
-    assert larger.shape == (1, 144, 4) and larger.dtype is torch.bfloat16
-    with pytest.raises(ValueError, match="square image"):
-        resized_positions(torch.zeros(1, 35, 4), 6)
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -125,3 +116,9 @@ def test_resized_positions() -> None:
 def test_settings_and_images_that_do_not_fit(given: Any, text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         tiny(**given) if isinstance(given, dict) else model_of()(given)
+
+
+def test_positions_of_another_image_size_keep_their_dtype_and_are_square() -> None:
+    assert resized_positions(torch.zeros(1, 36, 4).bfloat16(), 12).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="square image"):
+        resized_positions(torch.zeros(1, 35, 4), 6)

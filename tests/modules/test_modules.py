@@ -1,9 +1,11 @@
-"""Both modules: against the float64 reference on their own projected tensors, and as citizens of torch.nn."""
+"""The modules: against the float64 reference on their own projected tensors, as citizens of torch.nn, and with blocks."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +17,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dilated_attention import DilatedPattern, modules, shard_sequence
+from dilated_attention import DilatedPattern, create_attention, modules, shard_sequence
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention, RingMultiheadDilatedAttention
 from dilated_attention.modules.rotary import xpos_max_length
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.pattern import BlockPattern, BlockTensor, GlobalLocal, LocalWindow, Sparsity, TopBlocks
 from tests.helpers.pool import pool_of
 
 LENGTHS, RATES = [4, 8], [1, 2]
@@ -137,17 +139,11 @@ def test_rotary_positions_restart_in_each_packed_document(settings: dict[str, An
         torch.testing.assert_close(packed[:, 5:], alone, rtol=1e-12, atol=1e-12)
 
 
-def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """By the public way: queries of a layer whose projection is none."""
-    layer = MultiheadDilatedAttention(x.shape[2] * x.shape[3], x.shape[2], [4], [1], rotary=True)
-    return layer.rotate(x, x, positions, None)[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rotation_keeps_its_accuracy_at_far_positions(dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 1, 2**16 + 3, 2**20 + 7, 2**24 + 1, 10**9 + 1])
     x = torch.randn(1, 6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    ours = turn(x, positions)
+    ours = MultiheadDilatedAttention(64, 2, [4], [1], rotary=True).rotate(x, x, positions, None)[0]
     assert ours.dtype is dtype
     torch.testing.assert_close(ours.double(), rotated(x.double(), positions, 10000.0), rtol=0, atol=3e-6)
 
@@ -383,34 +379,6 @@ def test_all_processes_refuse_alike() -> None:
 
 # --- in torch's own layers -------------------------------------------------------------------------------------------------------------
 
-MULTIHEAD = [name for name in modules.__all__ if "Multihead" in name]
-IN_TORCH = ["encoder_layer", "encoder", "decoder_layer"]
-
-
-def make_kind(kind: str) -> Any:
-    """A layer of every kind: of one process, rings too."""
-    torch.manual_seed(0)
-    branches = (LENGTHS, RATES) if "Dilated" in kind else ()
-    blocks = {"pattern": LocalWindow(3, block_size=64)} if "Block" in kind else {}
-    return getattr(modules, kind)(16, 4, *branches, **blocks, rotary=True, dtype=torch.float64)
-
-
-def make_in_torch(kind: str, place: str) -> tuple[nn.Module, Any]:
-    """One of torch's modules around the kind, and a function (x, padding, is_causal, mask) → what it computes."""
-    settings: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
-    is_decoder = place == "decoder_layer"
-    module: Any = (nn.TransformerDecoderLayer if is_decoder else nn.TransformerEncoderLayer)(16, 4, 32, **settings)
-    module.self_attn = make_kind(kind)
-    if place == "encoder":
-        module = nn.TransformerEncoder(module, 2, enable_nested_tensor=False)
-    side, memory = "tgt_" if is_decoder else "src_", [make_x(2, 5, seed=9)] * is_decoder
-
-    def call(x: torch.Tensor, padding: torch.Tensor | None, is_causal: bool, mask: torch.Tensor | None = None) -> Any:
-        names = ("tgt_is_causal" if is_decoder else "is_causal", "mask" if place == "encoder" else f"{side}mask")
-        return module(x, *memory, **{f"{side}key_padding_mask": padding, names[0]: is_causal, names[1]: mask})
-
-    return module, call
-
 
 def expected_in_torch(module: nn.Module, x: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
     """What torch's modules compute, written down once more (norm last)."""
@@ -425,10 +393,25 @@ def expected_in_torch(module: nn.Module, x: torch.Tensor, mask: torch.Tensor | N
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("place", IN_TORCH)
-@pytest.mark.parametrize("kind", MULTIHEAD)
+@pytest.mark.parametrize("place", ["encoder_layer", "encoder", "decoder_layer"])
+@pytest.mark.parametrize("kind", [name for name in modules.__all__ if "Multihead" in name])
 def test_every_kind_serves_in_torchs_own_layers(kind: str, place: str, training: bool) -> None:
-    module, call = make_in_torch(kind, place)
+    """Of one process, rings too."""
+    settings: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    is_decoder = place == "decoder_layer"
+    module: Any = (nn.TransformerDecoderLayer if is_decoder else nn.TransformerEncoderLayer)(16, 4, 32, **settings)
+    blocks = {"pattern": LocalWindow(3, block_size=64)} if "Block" in kind else {}
+    branches = (LENGTHS, RATES) if "Dilated" in kind else ()
+    module.self_attn = getattr(modules, kind)(16, 4, *branches, **blocks, rotary=True, dtype=torch.float64)
+    if place == "encoder":
+        module = nn.TransformerEncoder(module, 2, enable_nested_tensor=False)
+    side, memory = "tgt_" if is_decoder else "src_", [make_x(2, 5, seed=9)] * is_decoder
+    names = (f"{side}key_padding_mask", "tgt_is_causal" if is_decoder else "is_causal", "mask" if place == "encoder" else f"{side}mask")
+
+    def call(x: torch.Tensor, *options: Any) -> Any:
+        """padding, is_causal, mask"""
+        return module(x, *memory, **dict(zip(names, options, strict=False)))
+
     module.train(training)
     x = make_x().requires_grad_()
     for mask, causal in ((None, False), (None, True), (PADDING, False), (PADDING, True)):
@@ -443,7 +426,7 @@ def test_every_kind_serves_in_torchs_own_layers(kind: str, place: str, training:
     with pytest.raises(ValueError, match=r"key_padding_mask has dtype torch.float32 and values other than 0 and -inf"):
         call(x, PADDING * -1e9, False)
     with pytest.raises(ValueError, match=r"attn_mask is given.*is_causal=True"):
-        call(x, None, True, mask=nn.Transformer.generate_square_subsequent_mask(14, dtype=torch.float64))
+        call(x, None, True, nn.Transformer.generate_square_subsequent_mask(14, dtype=torch.float64))
 
 
 def test_padding_of_torchs_layers_compiles() -> None:
@@ -453,3 +436,41 @@ def test_padding_of_torchs_layers_compiles() -> None:
     assert torch.equal(compiled(make_x(), key_padding_mask=floating)[0], layer(make_x(), key_padding_mask=PADDING)[0])
     with pytest.raises(RuntimeError, match="values other than 0 and -inf"):
         compiled(make_x(), key_padding_mask=floating + 1)
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------------------------------
+
+KINDS = ["block_sparse", "block_sparse_dilated", "multihead_block_sparse", "multihead_block_sparse_dilated"]
+
+
+def make(kind: str, **settings: Any) -> Any:
+    settings |= {"segment_lengths": [16], "dilation_rates": [3]} if "dilated" in kind else {}
+    return create_attention(kind, **settings, **({"embed_dim": 16, "num_heads": 4} if "multihead" in kind else {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sparsity_ratio_is_the_density(kind: str) -> None:
+    layer = make(kind, sparsity_ratio=0.25, sparsity="big_bird", seed=3, block_size=(64, 128))
+    assert repr(Sparsity(0.25, "big_bird", 3, block_size=(64, 128))) in repr(layer)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dilated", "multihead_dilated"])
+@pytest.mark.parametrize(
+    "pattern",
+    [GlobalLocal(20, 3, block_size=64), TopBlocks(1, block_size=64), BlockTensor(torch.eye(2, dtype=torch.bool), block_size=64)],
+    ids=repr,
+)
+def test_copies_and_pickles_compute_the_same_on_parameters_of_their_own(pattern: BlockPattern, kind: str) -> None:
+    torch.manual_seed(0)
+    layer = make(kind, **({"pattern": pattern} if "block" in kind else {}))
+    inputs = (torch.randn(1, 90, 16),) if kind.startswith("multihead") else (torch.randn(1, 90, 4, 4), *torch.randn(2, 1, 90, 2, 4))
+    expected = layer(*inputs)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        # a pattern that holds a tensor is that of an object
+        assert pattern.holds_objects or repr(other) == repr(layer)
+        assert torch.equal(other(*inputs)[0], expected[0])
+        for parameter in other.parameters():
+            parameter.data.add_(1.0)
+    assert torch.equal(layer(*inputs)[0], expected[0])
+    assert "block" not in kind or repr(pattern) in repr(layer)
+    assert "dilated" not in kind or "segment_lengths=[16], dilation_rates=[3]" in repr(layer)

@@ -69,31 +69,6 @@ def test_what_examples_train_with_has_an_extra() -> None:
     assert "train" in extras["dev"][0]
 
 
-def test_commands_and_saving_work_on_a_plain_installation(tmp_path: Path) -> None:
-    code = f"""
-import sys
-# of these, an import fails and find_spec finds nothing
-sys.modules.update(dict.fromkeys(("matplotlib", "tensorboard", "tqdm", "transformers")))
-from dilated_attention import create_model
-from dilated_attention.cli import main
-for arguments in (
-    ["info"],
-    ["show", "longnet-tiny"],
-    ["show", "dilated", "--segment-lengths", "8", "32", "--dilation-rates", "1", "4", "--length", "32"],
-    ["plan", "dense", "--length", "1k"],
-    ["recommend", "encoder", "--length", "64k"],
-    ["bench"],
-):
-    assert main(arguments) == 0, arguments
-model = create_model("longnet-tiny")
-model.save_pretrained({str(tmp_path / "model")!r})
-type(model).from_pretrained({str(tmp_path / "model")!r})
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "python -m benchmarks" in result.stdout
-
-
 def test_the_wheel_has_every_file_of_the_package_and_runs(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     # a copy, so that the tree gets no folder build, which would go into other wheels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, with_sparsity
 from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_gpu, plan_attention, plan_model
 from dilated_attention.planning.memory import block_counts
-from tests.helpers.comm_volume import CommSizes, dense_bytes, heads_bytes
+from tests.helpers.comm_volume import heads_bytes, rows_bytes
 from tests.helpers.largest import Largest
+from tests.helpers.ring_chosen import spread_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
@@ -180,13 +182,13 @@ def test_a_function_of_pairs_is_asked_about_some(function: Any, n: int, heads: i
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bytes_on_the_wire_are_those_of_the_formulas(layout: str, exchange: str, is_causal: bool) -> None:
-    n, size = 4096, 4
-    found = plan("ring", n, layout=layout, exchange=exchange, is_causal=is_causal, num_kv_heads=4).exchange.bytes
+    spread = spread_of(n=4096, heads=8, kv_heads=4, head_dim=64, batch=1, layout=layout, is_causal=is_causal)
+    found = plan("ring", 4096, layout=layout, exchange=exchange, is_causal=is_causal, num_kv_heads=4).exchange.bytes
     if exchange == "all_to_all":
-        assert found == heads_bytes(n, size, n // size, CommSizes(8, 4, 64, 1, 2, 4))
+        assert found == heads_bytes(spread, 4, 0, 2, 4)
         return
     # GPUs send shares of gradients in the inputs' dtype
-    ranks = [dense_bytes(n, size, rank, layout, CommSizes(8, 4, 64, 1, 2, 2), is_causal=is_causal) for rank in range(size)]
+    ranks = [rows_bytes(spread, 4, rank, 2) for rank in range(4)]
     assert found in ranks and found.forward_received == max(rank.forward_received for rank in ranks)
 
 
@@ -203,41 +205,39 @@ def test_segments_that_do_not_divide_one_another_need_no_memory_for_the_whole_do
     assert 2**17 < found.rows < 2**17 + 150_000 + 50_000
 
 
-@pytest.mark.parametrize(
-    "row", [r for r in lines_of("2026-11-21-h200/floor.jsonl") if r["backend"] == "auto"], ids=lambda r: f"{r['shape']} {r['N']}"
-)
-def test_times_of_dilated_attention_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
-    heads, dim = map(int, row["shape"].split("x"))
-    rates = LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)
-    shape = {"num_heads": heads, "head_dim": dim, "dilation_rates": rates, "is_causal": row["causal"]}
-    # the forward was timed without gradients
-    (forward,) = (one.seconds * 1e3 for one in plan("dilated", row["N"], **shape, training=False).passes)
-    backward = plan("dilated", row["N"], **shape).passes[1].seconds * 1e3
-    # the other forwards ran with a kernel that is out since
-    if heads == 12 and row["N"] < 500_000:
-        assert forward == pytest.approx(row["forward"], rel=0.15)
-    assert backward == pytest.approx(row["backward"], rel=0.15)
+def timed() -> Iterator[tuple[str, dict[str, Any], int | None, float, float]]:
+    """(kind, call, index of the pass or None for all, ms, how near) of what was measured on H200s."""
+    for row in lines_of("2026-11-21-h200/floor.jsonl"):
+        if row["backend"] == "auto":
+            heads, dim = map(int, row["shape"].split("x"))
+            rates = LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)
+            call = {"num_positions": row["N"], "num_heads": heads, "head_dim": dim, "dilation_rates": rates, "is_causal": row["causal"]}
+            yield "dilated", call, 1, row["backward"], 0.15
+            # timed without gradients; the other forwards ran with a kernel that is out since
+            if heads == 12 and row["N"] < 500_000:
+                yield "dilated", call | {"training": False}, 0, row["forward"], 0.15
+    for row in lines_of("2026-11-21-h200/block-sparse.jsonl"):
+        for index, name in enumerate(("forward", "backward") if row["part"] == "random" else ()):
+            call = {"num_positions": row["N"], "num_heads": row["H"], "head_dim": row["D"], "training": bool(index)}
+            yield "block_sparse", call | {"pattern": with_sparsity(row["density"])}, index, row[name]["ours"]["ms"], 0.25
+            yield "dense", call, index, row[name]["dense"]["ms"], 0.25
+    for row in lines_of("2026-11-21-h200x4/ring.jsonl"):
+        if match := re.search(r"dense-32/8-(\d+)-(\w+) (\w+) \| ours all_gather auto$", row.get("key", "")):
+            length, causality, which = match.groups()
+            call = {
+                "num_heads": 32,
+                "num_kv_heads": 8,
+                "head_dim": 128,
+                "is_causal": causality == "causal",
+                "training": which == "training",
+            }
+            yield "ring", call | {"num_positions": 4 * int(length), "exchange": "all_gather"}, None, 1e3 * row["seconds"], 0.25
 
 
-@pytest.mark.parametrize(
-    "row",
-    [r for r in lines_of("2026-11-21-h200/block-sparse.jsonl") if r["part"] == "random"],
-    ids=lambda r: f"{r['N']} {r['density']:.2f}",
-)
-def test_times_of_dense_and_block_sparse_attention_are_near_what_an_h200_took(row: dict[str, Any]) -> None:
-    for index, name in enumerate(("forward", "backward")):
-        shape = {"num_positions": row["N"], "num_heads": row["H"], "head_dim": row["D"], "training": bool(index)}
-        for kind, of, options in (("block_sparse", "ours", {"pattern": with_sparsity(row["density"])}), ("dense", "dense", {})):
-            assert plan(kind, **shape, **options).passes[index].seconds * 1e3 == pytest.approx(row[name][of]["ms"], rel=0.25)
-
-
-@pytest.mark.parametrize("row", [r for r in lines_of("2026-11-21-h200x4/ring.jsonl") if re.search((r"dense-32/8-\d+-\w+ \w+ \| ours "
-    r"all_gather auto$"), r.get("key", ""))], ids=lambda r: r["key"])  # fmt: skip
-def test_times_of_four_h200s_are_near_what_they_took(row: dict[str, Any]) -> None:
-    length, causality, which = re.match(r"dense-32/8-(\d+)-(\w+) (\w+)", row["key"]).groups()  # type: ignore[union-attr]
-    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "is_causal": causality == "causal", "training": which == "training"}
-    found = plan("ring", 4 * int(length), exchange="all_gather", **shape)
-    assert found.seconds == pytest.approx(row["seconds"], rel=0.25)
+@pytest.mark.parametrize(("kind", "call", "index", "ms", "near"), [*timed()])
+def test_times_are_near_what_h200s_took(kind: str, call: dict[str, Any], index: int | None, ms: float, near: float) -> None:
+    found = plan(kind, **call)
+    assert 1e3 * (found.seconds if index is None else found.passes[index].seconds) == pytest.approx(ms, rel=near)
 
 
 def test_a_time_says_where_its_rate_comes_from_and_none_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

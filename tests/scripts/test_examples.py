@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers import kills
-from tests.helpers.scripts import free_port, needs_pins, run_script
+from tests.helpers.scripts import descendants, free_port, needs_pins, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--context", "512", "--batch", "1", "--skip-memory-test"]
@@ -24,11 +27,14 @@ NARROW = ["--layers", "1", "--embed-dim", "32", "--heads", "2"]
 
 def run(*command: str, timeout: int = 240) -> subprocess.CompletedProcess[str]:
     """The program's end, with stderr among its output; what is not through by then is killed, with all that it has started."""
-    process = kills.start([sys.executable, *command])
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([sys.executable, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
     try:
         out = process.communicate(timeout=timeout)[0]
     except BaseException:
-        kills.stop(process, signal.SIGKILL)
+        for member in descendants(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, "")
 
@@ -173,7 +179,10 @@ def torchrun(processes: int = 2) -> list[str]:
     return ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
 
 
-SMALL_RUN, SMALL_GENOME = " ".join(kills.SMALL), "--context 512 --layers 2 --embed-dim 32 --heads 2 --markov-order 6 --fasta {repeats}"
+SMALL_RUN, SMALL_GENOME = (
+    " ".join([*SMALL, *NARROW]),
+    "--context 512 --layers 2 --embed-dim 32 --heads 2 --markov-order 6 --fasta {repeats}",
+)
 REFUSED: dict[str, list[tuple[str, str]]] = {
     f"train_longnet.py {SMALL_RUN} --data {{text}}": [
         ("--seconds nan", "argument --seconds: got nan; expected a number > 0"),
@@ -186,7 +195,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--context-parallel 2", "--context-parallel 2 with 1 process"),
         ("--fsdp", "--fsdp shards parameters over processes"),
         ("--resume nowhere", "--resume nowhere holds no run"),
-        ("--data {empty}", "has 0 bytes to train on, and a context of 128 needs 129"),
+        ("--resume ''", "--resume is empty"),
+        ("--data {empty}", "has 0 bytes to train on, and a context of 512 needs 513"),
         ("--data {missing}", "does not exist; expected a text file or a folder of them"),
         ("--config {toml}", "the file of settings has 'contxt'; expected one of"),
         ("--config {bad}", "cannot be read"),
@@ -198,6 +208,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--fasta {missing}", "is not a file; give a FASTA file"),
         ("--fasta {gaps}", "of the 85,000 bases to train on 0.5% are known; expected at least 1%"),
         ("--context 9000", "6,375 bases to train on, and --context is 9,000"),
+        ("--out ''", "--out is empty"),
+        ("--short-context 2k", "--short-context is 2,048 and --context 512"),
         ("--held-out 0", "--held-out 0 is no record of"),
         ("--held-out repeats", "0 bases to train on, and --context is 512"),
         ("--segment-lengths 64", "--segment-lengths and --dilation-rates belong together"),
@@ -237,7 +249,7 @@ def test_what_a_script_cannot_do_is_said_in_one_line_before_anything_is_made(
     for name, content in contents.items():
         (tmp_path / f"{name}.toml").write_text(content)
     places = {name: tmp_path / f"{name}.toml" for name in (*contents, "missing")}
-    script, *options = words.format(text=text, out=tmp_path, **places).split()
+    script, *options = shlex.split(words.format(text=text, out=tmp_path, **places))
     out = ["--out", str(tmp_path / "run")] if "train" in script or "features" in script else []
     code, _, error = here(script, *out, *options)
     assert code == (2 if out else 1) and said in error and "Traceback" not in error, error

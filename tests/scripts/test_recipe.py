@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dilated_attention.models import LongNetLM
-from tests.helpers import kills
-from tests.helpers.scripts import Script, log_of, run_script
-from tests.scripts.test_examples import EXAMPLES
+from tests.helpers.scripts import log_of, run_script
+from tests.scripts.test_docs import blocks
+from tests.scripts.test_examples import EXAMPLES, run, torchrun
 
 SCRIPT = EXAMPLES / "train_longnet.py"
+SMALL = ["--layers", "2", "--embed-dim", "32", "--heads", "2", "--context", "128", "--batch", "1", "--skip-memory-test"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(text: Path, out: Path, *options: str, processes: int | None = None, code: int = 0) -> str:
     """The run's stdout and stderr."""
-    arguments = ["--data", str(text), "--out", str(out), *kills.SMALL, *options]
+    arguments = ["--data", str(text), "--out", str(out), *SMALL, *options]
     result = run_script(SCRIPT, *arguments, processes=processes, quick=True)
     assert result.returncode == code, result.stdout + result.stderr
     assert "Traceback" not in result.stderr, result.stderr
@@ -46,36 +50,41 @@ def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) 
     options = ["--steps", "80", "--save-minutes", "0.003"]
     train(text, tmp_path / "whole", *options)
     run = tmp_path / "killed"
-    words = ["--data", str(text), "--out", str(run), *kills.SMALL, *options, "--resume", "auto"]
+    words = ["--data", str(text), "--out", str(run), *SMALL, *options, "--resume", "auto"]
     log = run / "log.jsonl"
-    for count, (kind, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)), 1):
-        # a run that goes on begins with a log of its own, without the steps that are done again
-        before = file_of(log)
-        script = Script(SCRIPT, *words, quick=True)
-        (process,) = script.processes
+
+    def kill(process: Any, kind: int, count: int, before: int | None) -> None:
         deadline = time.monotonic() + 200
         while process.is_alive() and (file_of(log) == before or len(steps_of(run)) < 8 * count) and time.monotonic() < deadline:
             time.sleep(0.02)
         # before, in or after the writing of a checkpoint
         time.sleep(0.05 * count)
         os.kill(process.pid, kind)
-        process.join(60)
-        assert process.exitcode == code, script.output()
-        assert "Traceback" not in script.output()[1]
+
+    for count, (kind, code) in enumerate(((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)), 1):
+        # a run that goes on begins with a log of its own, without the steps that are done again
+        meanwhile = functools.partial(kill, kind=kind, count=count, before=file_of(log))
+        result = run_script(SCRIPT, *words, quick=True, meanwhile=meanwhile)
+        assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
         assert 8 * count <= len(steps_of(run)) < 80
         if kind == signal.SIGKILL:
             assert not (run / "checkpoint").exists()
         else:
             step = max(steps_of(run))
-            assert f"stopped by {kind.name} after step {step}, which is saved; evaluate and generate" in script.output()[1]
+            assert f"stopped by {kind.name} after step {step}, which is saved; evaluate and generate" in result.stderr
             with pytest.warns(UserWarning, match=f"is the model of step {step}, after which the run was stopped"):
                 LongNetLM.from_pretrained(run)
-        script.end()
     train(text, run, *options, "--resume", "auto")
-    assert kills.log_of(run) == kills.log_of(tmp_path / "whole")
+    assert figures_of(run) == figures_of(tmp_path / "whole")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LongNetLM.from_pretrained(run)
+
+
+def figures_of(run: Path) -> list[dict[str, Any]]:
+    """The figures of every step and evaluation that do not depend on time and memory."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in ("step", "train/bits", "held_out/bits", "learning_rate") if key in line} for line in lines]
 
 
 def file_of(path: Path) -> int | None:
@@ -88,19 +97,19 @@ def steps_of(run: Path) -> set[int]:
     return {int(step) for step in re.findall(r'"step": (\d+)', log.read_text())} if log.exists() else set()
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "options"), [(2, 2, ["--fsdp"]), (None, 2, ["--context-parallel", "2", "--fsdp", "--layout", "zigzag"])]
-)
-def test_a_run_goes_on_with_another_number_of_processes(
-    text: Path, tmp_path: Path, before: int | None, after: int | None, options: list[str]
-) -> None:
-    """Sequences of a step stay what they were, and so do the bits, up to the order of sums; also where processes share a sequence."""
+@pytest.mark.parametrize(("before", "options"), [(2, ["--fsdp"]), (None, ["--context-parallel", "2", "--fsdp", "--layout", "zigzag"])])
+def test_a_run_goes_on_with_another_number_of_processes(text: Path, tmp_path: Path, before: int | None, options: list[str]) -> None:
+    """Sequences of a step stay what they were, and so do the bits, up to the order of sums; also where processes share a sequence.
+
+    By torchrun itself, the one example that is.
+    """
     small = ["--lr", "5e-4", "--validations", "0"]
     alone = tmp_path / "alone"
     train(text, alone, "--steps", "3", *small, processes=before)
     shutil.copytree(alone, tmp_path / "resumed")
     train(text, alone, "--steps", "6", "--resume", "auto", processes=before)
-    train(text, tmp_path / "resumed", "--steps", "6", "--resume", "auto", *options, processes=after)
+    result = run(*torchrun(2), str(SCRIPT), "--resume", str(tmp_path / "resumed"), "--steps", "6", *options)
+    assert result.returncode == 0 and result.stdout.count("done: validation") == 1, result.stdout
     bits = log_of(tmp_path / "resumed")
     assert len(bits) == 6 and bits[:3] == log_of(alone)[:3]
     assert bits == pytest.approx(log_of(alone), abs=3e-6, rel=0)
@@ -185,12 +194,12 @@ def test_a_run_goes_on_begins_anew_or_is_left_alone(what: str, text: Path, whole
         assert len(list((run / "checkpoints").iterdir())) == (2 if what == "elsewhere" else 1)
     if what == "nothing":
         # whole has had its four evaluations after eight steps; of 40 steps they are due after 8, 16, 24 and 32
-        evaluated = [line["step"] for line in kills.log_of(run) if "held_out/bits" in line and line["step"] > 8]
+        evaluated = [line["step"] for line in figures_of(run) if "held_out/bits" in line and line["step"] > 8]
         assert evaluated == [16, 24, 32, 40]
         # gone on with at its end, it is evaluated again, and the log has that once
-        log = kills.log_of(run)
+        log = figures_of(run)
         result = run_script(SCRIPT, "--resume", str(run))
-        assert result.returncode == 0 and kills.log_of(run) == log and "; nothing was left to train" in result.stdout
+        assert result.returncode == 0 and figures_of(run) == log and "; nothing was left to train" in result.stdout
         assert min((run / name).stat().st_size for name in ("loss.png", "pattern.png")) > 5000
 
 
@@ -199,6 +208,8 @@ def test_a_run_goes_on_begins_anew_or_is_left_alone(what: str, text: Path, whole
     [
         ("--steps 1 --context 4096", 0, "branches ((512, 1), (2048, 4), (8192, 16)), context 4096"),
         ("--steps 1 --context 256 --segment-lengths 64 256 --dilation-rates 1 2", 0, "branches ((64, 1), (256, 2)), context 256"),
+        # the file of docs/training.md; flags on the command line win
+        ("--config {folder}/run.toml --minutes 0.015 --context 512", 0, "branches ((2048, 1), (8192, 4), (32768, 16)), context 512"),
         ("--steps 40 --lr 1e30", 1, "expected a number: go on from the last checkpoint with --resume auto and a smaller --lr"),
         ("--steps 1 --expect-below-bigram", 1, "bits per byte, not below both: unigram"),
         ("--steps 1 --lr 1e30", 1, "the held-out loss after step 1 is nan; expected a number"),
@@ -208,6 +219,8 @@ def test_a_run_goes_on_begins_anew_or_is_left_alone(what: str, text: Path, whole
 )
 def test_what_a_run_says(text: Path, tmp_path: Path, options: str, code: int, said: str) -> None:
     shutil.copy(text, tmp_path / "file")
+    (settings,) = (block.code for block in blocks(EXAMPLES.parent / "docs" / "training.md") if block.language == "toml")
+    (tmp_path / "run.toml").write_text(settings)
     words = options.format(folder=tmp_path).split()
     printed = train(text, tmp_path / "run", "--validations", "0", "--layers", "1", "--heads", "1", *words, code=code)
     # no failure, unless it is asked for
@@ -267,9 +280,11 @@ def test_an_interrupt_is_reported_as_one_whatever_a_library_makes_of_it(
 
 def test_a_run_whose_reader_ends_saves_and_stops(text: Path, tmp_path: Path) -> None:
     """As in ``train_longnet.py … | head``."""
-    command = kills.command(text, tmp_path / "run", 1, "--steps", "100000", "--validations", "10000", "--save-minutes", "100")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    options = ["--data", str(text), "--out", str(tmp_path / "run"), *SMALL, "--steps", "100000", "--validations", "10000"]
+    command = [sys.executable, str(SCRIPT), *options, "--save-minutes", "100"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stderr is not None
     # printed just before the first step
     while "held out" not in process.stdout.readline():
@@ -288,7 +303,7 @@ def test_a_checkpoint_that_does_not_fit_ends_in_one_line_and_the_run_goes_on(tex
         "import resource, runpy, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024, 200 * 1024))\ndel sys.argv[0]\n"
         "sys.path[0] = sys.argv[0].rpartition('/')[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    words = [str(SCRIPT), "--data", str(text), "--out", str(tmp_path / "run"), *kills.SMALL, "--steps", "3000", "--save-minutes", "0.001"]
+    words = [str(SCRIPT), "--data", str(text), "--out", str(tmp_path / "run"), *SMALL, "--steps", "3000", "--save-minutes", "0.001"]
     result = run_script(limited, *words, "--validations", "0")
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
@@ -298,19 +313,6 @@ def test_a_checkpoint_that_does_not_fit_ends_in_one_line_and_the_run_goes_on(tex
     assert last.endswith("go on from the last one with --resume auto")
     train(text, tmp_path / "run", "--steps", "3", "--resume", "auto")
     assert len(log_of(tmp_path / "run")) == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train_longnet.py", "--resume", ""], "--resume is empty"),
-        (["train_genome.py", "--out", ""], "--out is empty"),
-        (["train_genome.py", "--context", "1k", "--short-context", "2k"], "--short-context is 2,048 and --context 1,024"),
-    ],
-)
-def test_paths_and_lengths_that_cannot_be(words: list[str], said: str, here: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, error = here(*words)
-    assert code == 2 and said in error, error
 
 
 @pytest.mark.parametrize(("script", "said"), [("train_longnet.py", "got -1"), ("slide_features.py", "torchrun started 2")])
