@@ -15,7 +15,7 @@ from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.block_lists import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow
-from dilated_attention.pattern.checks import check_bool, check_number, one_of, shown
+from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -95,7 +95,7 @@ class TopBlocks(BlockPattern):
             )
         ((name, amount),) = amounts.items()
         if name == "blocks":
-            self._check_int(name, 1)
+            self._set(blocks=as_int(name, amount, minimum=1))
         else:
             check_number(name, amount, "a number in (0, 1]")
             if not 0 < amount <= 1:

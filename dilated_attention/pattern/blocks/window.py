@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from dilated_attention.pattern.blocks.base import (
     ABSENT,
     FULL,
+    SEED,
     BlockPattern,
     Blocks,
     Grid,
@@ -21,7 +23,7 @@ from dilated_attention.pattern.blocks.base import (
     ordered,
     state_of,
 )
-from dilated_attention.pattern.blocks.whole_blocks import checked_seed, hashed
+from dilated_attention.pattern.blocks.whole_blocks import hashed
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
 
@@ -82,6 +84,10 @@ class LocalWindow(IntervalPattern):
         sides = (None if side is None else as_int(f"window[{i}]", side, minimum=0, maximum=None) for i, side in enumerate(window))
         # no sequence is longer than MAX_LENGTH, so such a side is unbounded
         self._set(window=tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
+
+    @classmethod
+    def random(cls, draw: Any, **fields: Any) -> BlockPattern:
+        return super().random(draw, window=[draw.choice([None, draw.randint(0, 150)]) for _ in range(2)], **fields)
 
     is_prefix_stable = shares_lists = True
 
@@ -183,12 +189,8 @@ class GlobalLocal(LocalWindow):
     multiple of the block size, global positions need no masks of single pairs.
     """
 
-    shares_lists = True
+    shares_lists, limits = True, (("global_tokens", 0, MAX_LENGTH),)
     global_tokens: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_int("global_tokens", 0)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         near = super().allowed(queries, keys, heads, num_positions)
@@ -244,13 +246,9 @@ class BigBird(GlobalLocal):
     """
 
     shares_lists = True
+    limits = *GlobalLocal.limits, ("random_blocks", 0, MAX_LENGTH), SEED  # type: ignore[assignment]
     random_blocks: int
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_int("random_blocks", 0)
-        self._set(seed=checked_seed(self.seed))
 
     @property
     def per_head(self) -> bool:
