@@ -161,6 +161,11 @@ class BlockPattern(Pattern):
         a default draws these, too. ``draw``: a ``random.Random``, or anything with its ``randint`` and ``choice``."""
         return cls(**{name: least + draw.randint(0, draw.choice([3, 150])) for name, least, _ in cls.limits}, **fields)
 
+    def arguments(self) -> dict[str, Any]:
+        """Returns what the constructor takes to make an equal pattern."""
+        fields = [field for field in dataclasses.fields(self) if field.init]
+        return {field.metadata.get("argument", field.name): getattr(self, field.name) for field in fields}
+
     def _name_object(self) -> None:
         """Gives a pattern that holds a function or a tensor the number by which its spec refers to it."""
         # not inside a compiled function, where nothing would keep the pattern alive until the graph runs
@@ -411,9 +416,7 @@ def _plain(value: Any) -> Any:
             if number is None:
                 raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
             return f"{OBJECT}{operator.index(number)}"
-        fields = [field for field in dataclasses.fields(value) if field.init]
-        plain = {field.metadata.get("argument", field.name): _plain(getattr(value, field.name)) for field in fields}
-        return {_CLASS: type(value).__name__} | plain
+        return {_CLASS: type(value).__name__} | {name: _plain(x) for name, x in value.arguments().items()}
     if isinstance(value, tuple):
         return [_plain(x) for x in value]
     # makes constants of torch.compile's symbolic numbers

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -123,12 +122,8 @@ class TopBlocks(BlockPattern):
                 f"{name} has blocks of {pattern.block_size} and this pattern of {self.block_size}; give both the same block_size"
             )
 
-    def _arguments(self) -> dict[str, Any]:
-        fields = [field for field in dataclasses.fields(self) if field.init]
-        return {field.metadata.get("argument", field.name): getattr(self, field.name) for field in fields}
-
     def __repr__(self) -> str:
-        given = self._arguments()
+        given = self.arguments()
         block_size, usual = given.pop("block_size"), {"near": self.always is None, "pool": "mean"}
         parts = [f"{name}={value!r}" for name, value in given.items() if value is not None and (name not in usual or value != usual[name])]
         return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
@@ -142,7 +137,7 @@ class TopBlocks(BlockPattern):
         return is_causal if self.queries is None else self.queries == "before"
 
     def _with(self, always: BlockPattern | None, within: BlockPattern | None) -> TopBlocks:
-        return TopBlocks(**self._arguments() | {"always": always, "within": within})
+        return TopBlocks(**self.arguments() | {"always": always, "within": within})
 
     def _joined(self, name: str, other: Any) -> BlockPattern:
         if not isinstance(other, BlockPattern):
