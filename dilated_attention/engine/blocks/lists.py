@@ -71,7 +71,14 @@ def block_lists(
     if lists is None:
         # checked here, so that an error names the caller's length
         pattern.check(num_keys, num_heads)
-        lists = _built(pattern, keys, num_heads, first_query, queries, is_causal, device)
+        where = building_device(pattern, queries, keys, num_heads, device)
+        # cached lists serve training too, so they must not be inference tensors
+        with torch.inference_mode(False), torch.no_grad():
+            lists = kept_blocks(
+                pattern, keys, num_heads, first_query=first_query, num_queries=queries, is_causal=is_causal, device=where
+            )  # fmt: skip
+            checked_total(lists.num_entries)
+            lists = _marked(lists if where == device else lists.on(device))
         with _lock:
             _cache[cache_key] = lists
             while len(_cache) > 1 and (len(_cache) > MAX_CACHED_LISTS or sum(x.nbytes for x in _cache.values()) > MAX_CACHED_BYTES):
@@ -90,20 +97,6 @@ def clear_block_lists() -> None:
     """Clears the cache of lists."""
     with _lock:
         _cache.clear()
-
-
-# cached lists serve training too, so they must not be inference tensors
-@torch.inference_mode(False)
-@torch.no_grad()
-def _built(
-    pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
-) -> BlockLists:
-    where = building_device(pattern, num_queries, num_keys, num_heads, device)
-    lists = kept_blocks(
-        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=where
-    )  # fmt: skip
-    checked_total(lists.num_entries)
-    return _marked(lists if where == device else lists.on(device))
 
 
 def building_device(pattern: BlockPattern, num_queries: int, num_keys: int, num_heads: int, device: torch.device) -> torch.device:
