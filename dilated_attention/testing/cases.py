@@ -18,13 +18,8 @@ from dilated_attention import pattern as patterns
 from dilated_attention.backends import registry
 from dilated_attention.pattern import (
     BlockPattern,
-    BlockTensor,
     DilatedPattern,
-    Document,
-    MaskFunction,
     PerHead,
-    RandomBlocks,
-    Sparsity,
     TopBlocks,
 )
 from dilated_attention.pattern.blocks.base import kinds
@@ -248,20 +243,23 @@ def random_blocks(
             return PerHead(tuple(parts[h % len(parts)] for h in range(heads)))
         return parts[0] | parts[1] if operation == "or" else parts[0] & parts[1]
 
-    sizes: Any = {"block_size": block_size}
     # for Document and BlockTensor: where the second document begins, which also seeds the kept blocks
     cut, grid = draw.randint(0, num_positions), [-(-num_positions // size) for size in block_size]
     kept = torch.rand(heads, *grid, generator=torch.Generator().manual_seed(cut)) < 0.5
-    makers: Any = {
-        "RandomBlocks": lambda: RandomBlocks.random(draw, ratio=draw.choice([0.0, 0.2, 0.5, 1.0]), **sizes),
-        "Sparsity": lambda: Sparsity(draw.choice([0.1, 0.6]), draw.choice(["random", "local", "global_local"]), **sizes),
-        "MaskFunction": lambda: MaskFunction(scattered, per_head=draw.choice([False, True]), **sizes),
-        "Document": lambda: Document((cut, num_positions - cut), **sizes),
-        "BlockTensor": lambda: BlockTensor(kept, **sizes),
+    # fields of other types than integers
+    fields: dict[str, Any] = {
+        **dict.fromkeys(
+            ["LocalWindow", "GlobalLocal", "BigBird"], lambda: {"window": [draw.choice([None, draw.randint(0, 150)]) for _ in "lr"]}
+        ),
+        "RandomBlocks": lambda: {"ratio": draw.choice([0.0, 0.2, 0.5, 1.0])},
+        "Sparsity": lambda: {"ratio": draw.choice([0.1, 0.6]), "kind": draw.choice(["random", "local", "global_local"]), "seed": 0},
+        "MaskFunction": lambda: {"fn": scattered, "per_head": draw.choice([False, True])},
+        "Document": lambda: {"lengths": (cut, num_positions - cut)},
+        "BlockTensor": lambda: {"mask": kept},
     }
     excluded = _OF_OTHERS + (("BlockTensor", "Document") if any_length or not num_positions else ())
     name = draw.choice([name for name in kinds() if name in patterns.__all__ and name not in excluded])
-    return makers.get(name, lambda: kinds()[name].random(draw, **sizes))()  # type: ignore[no-any-return]
+    return kinds()[name].random(draw, **fields.get(name, dict)(), block_size=block_size)
 
 
 def random_branches(draw: Chooser, heads: int, num_keys: int, max_segment: int | None) -> DilatedPattern:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -85,16 +84,12 @@ class LocalWindow(IntervalPattern):
         # no sequence is longer than MAX_LENGTH, so such a side is unbounded
         self._set(window=tuple(None if side is None or side >= MAX_LENGTH else side for side in sides))
 
-    @classmethod
-    def random(cls, draw: Any, **fields: Any) -> BlockPattern:
-        return super().random(draw, window=[draw.choice([None, draw.randint(0, 150)]) for _ in range(2)], **fields)
-
     is_prefix_stable = shares_lists = True
 
     @property
     def dense_window(self) -> tuple[int | None, int | None] | None:
         # a derived class may keep other pairs
-        return self.window if type(self) is LocalWindow else None  # type: ignore[return-value]
+        return self.window if type(self) in (LocalWindow, Causal) else None  # type: ignore[return-value]
 
     def sides(self, num_positions: int) -> tuple[int, int]:
         assert isinstance(self.window, tuple)
@@ -102,7 +97,9 @@ class LocalWindow(IntervalPattern):
         return left, right
 
     def cost(self, grid: Grid) -> float:
-        return min((sum(self.sides(grid.num_positions)) + grid.q_block) / grid.k_block + 1, grid.num_columns)
+        # a side reaches no further than the sequence: in the mean side²/2N less
+        reach = sum(side - side**2 / max(2 * grid.num_positions, 1) for side in self.sides(grid.num_positions))
+        return min((reach + grid.q_block) / grid.k_block + 1, grid.num_columns)
 
     def causal(self) -> BlockPattern:
         assert isinstance(self.window, tuple)
@@ -114,23 +111,11 @@ class LocalWindow(IntervalPattern):
 
 
 @dataclass(frozen=True)
-class Causal(IntervalPattern):
+class Causal(LocalWindow):
     """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
-    is_prefix_stable = shares_lists = True
-
-    @property
-    def dense_window(self) -> tuple[int | None, int | None] | None:
-        return (None, 0) if type(self) is Causal else None
-
-    def cost(self, grid: Grid) -> float:
-        return grid.num_columns / 2 + 1
-
-    def causal(self) -> BlockPattern:
-        return self
-
-    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(positions), positions + 1
+    shares_lists = True
+    window: tuple[int | None, int | None] = field(default=(None, 0), init=False, repr=False)
 
 
 @dataclass(frozen=True)
