@@ -249,7 +249,7 @@ def random_blocks(
     # fields of other types than integers
     fields: dict[str, Any] = {
         **dict.fromkeys(
-            ["LocalWindow", "GlobalLocal", "BigBird"], lambda: {"window": [draw.choice([None, draw.randint(0, 150)]) for _ in "lr"]}
+            ["LocalWindow", "GlobalLocal", "BigBird"], lambda: {"window": [draw.choice([None, draw.randint(0, 150)]) for _ in range(2)]}
         ),
         "RandomBlocks": lambda: {"ratio": draw.choice([0.0, 0.2, 0.5, 1.0])},
         "Sparsity": lambda: {"ratio": draw.choice([0.1, 0.6]), "kind": draw.choice(["random", "local", "global_local"]), "seed": 0},
