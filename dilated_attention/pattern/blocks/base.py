@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dilated_attention.files import parse_json
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, checked_block_size, shown, sizes_of_mask
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, checked_block_size, shown
 
 # lists of blocks store positions in 32 bits
 MAX_POSITIONS = 2**31
@@ -334,21 +334,10 @@ class BlockPattern(Pattern):
             group, row, column, state, key = (x[kept] for x in (group, row, column, state, key))
         return (group, row, column), state == FULL, key
 
-    def dense_mask(
-        self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
-    ) -> Tensor:  # fmt: skip
-        """Returns the kept pairs, bool (num_heads, num_queries, num_keys), of the pattern for max(num_keys, query_offset + num_queries)
-        positions. Query row i is position query_offset + i."""
-        num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
-        check_bool("is_causal", is_causal)
-        num_positions = checked_positions(max(num_keys, query_offset + num_queries))
-        self.check(num_positions, num_heads)
-        queries = torch.arange(query_offset, query_offset + num_queries)[None, :, None]
-        keys = torch.arange(num_keys)[None, None, :]
-        mask = self.allowed(queries, keys, torch.arange(num_heads)[:, None, None], num_positions)
-        if is_causal:
-            mask = mask & (keys <= queries)
-        return mask.broadcast_to(num_heads, num_queries, num_keys).contiguous()
+    def _mask(self, rows: Tensor, keys: Tensor, num_heads: int, num_positions: int) -> Tensor:
+        self.check(checked_positions(num_positions), num_heads)
+        mask = self.allowed(rows[None, :, None], keys[None, None, :], torch.arange(num_heads)[:, None, None], num_positions)
+        return mask.broadcast_to(num_heads, len(rows), len(keys)).clone(memory_format=torch.contiguous_format)
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
         """Returns the exact number of kept (head, query, key) triples, from sizes of full blocks and the pairs of each distinct mask."""
