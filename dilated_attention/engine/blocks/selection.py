@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels, keep_for_graph
 from dilated_attention.engine.blocks.lists import bits_of_lists
+from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid
 from dilated_attention.engine.memory import explains_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
@@ -35,110 +36,6 @@ _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
 _WEIGHT_BITS = 24
 # kernels hold a whole row of columns
 _MOST_COLUMNS = 2**16
-# ``mass`` is in units of 2**-SHARE_BITS
-SHARE_BITS = 22
-Range = tuple[int, int]
-
-
-# The tables of a call's query blocks (rows) and key blocks (columns) depend on shapes alone. Packed documents follow one another. Each has
-# separate rows and columns, counted from its first position.
-
-
-class Document(NamedTuple):
-    """Rows (query blocks) and columns (key blocks) [first, last) of one document, its positions, and its number of queries."""
-
-    rows: Range
-    columns: Range
-    keys: Range
-    num_queries: int
-
-
-class Grid(NamedTuple):
-    """The blocks of a call.
-
-    Args:
-        documents: rows and columns of each document; together they are all rows in use.
-        rows: (7, rows) int32, of each row
-
-            * the queries [low, high) whose mean it is scored by;
-            * the columns [low, high) of the document that hold its own positions, and with ``near`` those next to them;
-            * ``scored``: columns before this one are scored. Under causality, these are the ones that every query of the row sees entirely;
-            * ``seen``: columns before this one exist for the row;
-            * ``missing``: how many columns the last row would see in addition if it were complete, so that a longer sequence makes the same
-              choice; 0 without causality, and where rows are scored by their own queries.
-        columns: (2, columns) int32: the keys [low, high) of each column, for all documents one after another.
-        last_scored: ``scored``, on the host.
-    """
-
-    documents: tuple[Document, ...]
-    rows: Tensor
-    columns: Tensor
-    last_scored: tuple[int, ...]
-
-
-class Part(NamedTuple):
-    """The data of some rows of one document that the choice reads. Columns are those of the document.
-
-    Args:
-        own, scored, seen: the rows of ``Grid.rows`` from the third on.
-        budget: (B or 1, H or 1, rows) int32: number of blocks that a row keeps, including those it always keeps; None if ``mass`` decides.
-        near: a row always keeps its ``own`` columns and the first one with a key that is not padding, even if ``always`` is given.
-        always: (H or 1, rows, words) int32: blocks that are always kept; None for the row's own blocks.
-        within: (H or 1, rows, words) int32: blocks that may be chosen; None for all.
-        real: (B, words) int32: blocks with at least one key that is not padding; None for all.
-    """
-
-    own: tuple[Tensor, Tensor]
-    scored: Tensor
-    seen: Tensor
-    near: bool
-    budget: Tensor | None
-    always: Tensor | None
-    within: Tensor | None
-    real: Tensor | None
-
-
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def make_grid(
-    num_queries: int, num_keys: int, block: tuple[int, int], documents: tuple[Range, ...] | None, is_causal: bool, query_offset: int,
-    before: bool, near: bool, device: torch.device,
-) -> Grid:  # fmt: skip
-    """Returns the grid of a call, cached by shape, so that a repeated call copies nothing to the GPU.
-
-    Query blocks begin at *positions* that are multiples of q_block, so the first one may lack its leading queries.
-
-    Args:
-        block: (query block, key block).
-        documents: (start, end) of each non-empty document; None without packed documents.
-        before: rows are scored by the queries up to and including their first one, not by their own queries.
-        near: rows own the columns next to theirs, too.
-    """
-    q_block, k_block = block
-    places, tables, keys = [], [torch.zeros(7, 0, dtype=torch.int64, device="cpu")], [torch.zeros(2, 0, dtype=torch.int64, device="cpu")]
-    row = column = 0
-    for start, end in ((0, num_keys),) if documents is None else documents:
-        queries = (0, num_queries) if documents is None else (start, end)
-        last_query, num_columns = query_offset + queries[1] - queries[0], -(-(end - start) // k_block)
-        first = torch.arange(query_offset // q_block * q_block, last_query, q_block, device="cpu")
-        last = (first + q_block).clamp(max=last_query)
-        low, high = (first - q_block + 1, first + 1) if before else (first, last)
-        # of positions the queries. The first row may begin before query 0; its range has at least that one
-        low, high = queries[0] + (low - query_offset).clamp(min=0), queries[0] + (high - query_offset).clamp(min=1)
-        own_low, own_high = first // k_block, (last - 1) // k_block + 1
-        # a shorter last block counts with its full length, so that a longer sequence scores the same blocks
-        scored, seen = ((first + 1) // k_block, own_high) if is_causal else (torch.full_like(first, num_columns),) * 2
-        if near:
-            own_low, own_high = (own_low - 1).clamp(min=0), torch.minimum(own_high + 1, seen)
-        # a row that is scored by its own queries depends on what follows them anyway
-        missing = (first + q_block - 1) // k_block + 1 - seen if is_causal and before else torch.zeros_like(first)
-        tables.append(torch.stack([low, high, own_low, own_high, scored, seen, missing]))
-        first_keys = start + torch.arange(num_columns, device="cpu") * k_block
-        keys.append(torch.stack([first_keys, (first_keys + k_block).clamp(max=end)]))
-        places.append(Document((row, row + len(first)), (column, column + num_columns), (start, end), queries[1] - queries[0]))
-        row, column = row + len(first), column + num_columns
-    rows, columns = torch.cat(tables, 1), torch.cat(keys, 1)
-    return Grid(tuple(places), rows.to(device, torch.int32), columns.to(device, torch.int32), tuple(rows[4].tolist()))
 
 
 @torch.library.custom_op("dilated_attention::choose_blocks", mutates_args=())

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention.engine.blocks.selection import SHARE_BITS, Part
+from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Part
 
 # positions that a program of ``_mean_kernel`` adds up at a time
 _TILE = 32
