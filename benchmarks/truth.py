@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.case import Case, Pattern, padding_mask
 from dilated_attention.backends import Dropout
 from dilated_attention.backends.dropout import keep_mask
-from dilated_attention.engine.attention_rows import zero_keys
+from dilated_attention.functional.maps import zero_keys
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 
 # several times the error that rounding explains; float32 products may be TF32 on a GPU

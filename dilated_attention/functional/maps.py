@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import Unpack
 
 from dilated_attention import validation as check
-from dilated_attention.engine.attention_rows import KeySide
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.settings import DENSE
@@ -107,18 +106,96 @@ def attention_map(
                 kept = tuple(chosen[entry] for entry in range(B))
             for blocks_of_entry in kept:
                 blocks_of_entry.check(end - start, H)
-            side = KeySide(
-                k=keys, branches=branches, blocks=kept, is_causal=is_causal, scale=scale, padding=padding, dtype=wide, sinks=sinks
-            )
             for first in range(0, len(inside), rows_at_once):
                 places = inside[first : first + rows_at_once]
                 positions = [query_offset + rows[place] - start for place in places]
                 where, picked = (torch.tensor(x, device=q.device) for x in (places, [rows[place] for place in places]))
                 known = None if lse is None else lse.to(q.device, wide)[:, :, picked]
-                for low, weights in side.weights(q[:, picked], positions, known, step):
+                scaled = q[:, picked].to(wide) * scale
+                for low, weights in _weights(scaled, keys, positions, known, step, branches, kept, is_causal, padding, sinks):
                     columns = slice(start + low, start + low + weights.shape[-1])
                     result[..., where, columns] = weights.mean(1) if average_heads else weights
     return result
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, positions: list[int], lse: torch.Tensor | None, step: int, branches: DilatedPattern | None,
+    blocks: tuple[BlockPattern, ...], is_causal: bool, padding: torch.Tensor | None, sinks: torch.Tensor | None,
+) -> Iterator[tuple[int, torch.Tensor]]:  # fmt: skip
+    """Yields (first key, weights (B, H, R, K)) of rows at ``positions`` of one sequence or packed document, ``step`` keys at a time; keys
+    outside of these chunks have weight 0. Without ``branches`` and ``blocks`` attention is dense.
+
+    Args:
+        q: the rows, times the scale, (B, R, H, D), in the dtype in which scores and weights are computed.
+        k: all keys (B, N, Hk, D).
+        lse: (B, H, R), or None. It is then computed over all keys, which takes an additional pass.
+        branches: pattern whose multiplicities are added. A pair's multiplicity m says how many branches and blocks keep it; it multiplies
+            e^score.
+        blocks: adds 1 to the multiplicity of kept pairs. One pattern for all batch entries, or one for each. A content-chosen pattern
+            must be replaced by the blocks it chose.
+        padding: (B, N) bool, True = the key is masked.
+        sinks: (H,) or None: a further score in each head's denominators.
+    """
+    B, R, H, _ = q.shape
+    num_keys, Hk = k.shape[1:3]
+    at = torch.tensor(positions, device=q.device)
+    # make the query heads of one key head adjacent
+    grouped = q.transpose(1, 2).unflatten(1, (Hk, H // Hk)).flatten(2, 3)
+    low, high = 0, num_keys
+    # a branch stays inside its segment; blocks may keep any key
+    if branches is not None and not blocks:
+        low = min(min(positions) // length * length for length in branches.segment_lengths)
+        high = min(high, max((max(positions) // length + 1) * length for length in branches.segment_lengths))
+    high = min(high, max(positions) + 1) if is_causal else high
+
+    def logits(first: int) -> torch.Tensor:
+        """Computes s + log m (B, H, R, K) for the chunk of keys from ``first`` on, −inf where m is 0."""
+        chunk = slice(first, min(first + step, high))
+        scores = (grouped @ k[:, chunk].to(q.dtype).permute(0, 2, 3, 1)).unflatten(2, (H // Hk, R)).flatten(1, 2)
+        keys = torch.arange(chunk.start, chunk.stop, device=q.device)
+        m = torch.full((1, 1, R, len(keys)), branches is None and not blocks, dtype=q.dtype, device=q.device)
+        if branches is not None:
+            m = m + branches.multiplicities(at, keys, H)
+        if blocks:
+            heads = torch.arange(H if blocks[0].per_head else 1, device=q.device)[:, None, None]
+            kept = [block.allowed(at[:, None], keys, heads, num_keys).broadcast_to(len(heads), R, len(keys)) for block in blocks]
+            m = m + torch.stack(kept)
+        if is_causal:
+            m = m * (keys <= at[:, None])
+        if padding is not None:
+            m = m * ~padding[:, None, None, chunk]
+        # not the sum alone: an infinite score and log 0 make NaN
+        return torch.where(m > 0, scores + m.log(), -torch.inf)
+
+    if lse is None:
+        # of zero keys and sinks. Zero keys come after the last position, so causal queries do not see them
+        zero = torch.zeros((H, R), dtype=q.dtype, device=q.device)
+        if branches is not None and not is_causal:
+            zero = zero_keys(branches, at, H, num_keys).to(q.dtype)
+        lse = zero.log() if sinks is None else zero.log().logaddexp(sinks.to(q.dtype)[:, None])
+        lse = lse.expand(B, -1, -1)
+        for first in range(low, high, step):
+            lse = lse.logaddexp(logits(first).logsumexp(-1))
+    # an empty row has no finite logit, so any finite shift works
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+    for first in range(low, high, step):
+        yield first, logits(first).sub_(shift).exp_()
+
+
+def zero_keys(pattern: DilatedPattern, rows: torch.Tensor, num_heads: int, num_positions: int) -> torch.Tensor:
+    """Returns (H, R) int64: the number of zero keys, over all branches, that each row attends to; 0 with ``tail="mask"``."""
+    total = torch.zeros((num_heads, rows.shape[0]), dtype=torch.int64, device=rows.device)
+    if pattern.tail == "mask":
+        return total
+    for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
+        offset = torch.tensor(offsets, device=rows.device)[:, None]
+        real = (num_positions - rows // length * length).clamp(max=length)
+        # ceil((real − offset) / rate)
+        taken = -((offset - real) // rate)
+        # the places of a full segment that keys do not fill; heads outside of the branch have an offset that no row has
+        zero = pattern.zero_keys(branch, num_positions, 0) - taken.clamp(min=0)
+        total += torch.where(rows % length % rate == offset, zero, 0)
+    return total
 
 
 def checked_patterns(

@@ -1,7 +1,11 @@
 """Patterns define which queries attend to which keys. They are frozen, validated records that can count and draw themselves."""
 
+import importlib
+import pkgutil
+
+from dilated_attention.pattern import blocks
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.blocks.base import BlockPattern, pattern_from_spec
+from dilated_attention.pattern.blocks.base import BlockPattern, kinds, pattern_from_spec
 from dilated_attention.pattern.blocks.compose import Intersection, PerHead, Sparsity, Union, with_sparsity
 from dilated_attention.pattern.blocks.content import ChosenBlocks, TopBlocks
 from dilated_attention.pattern.blocks.flex_mask import MaskFunction, from_block_mask, to_block_mask
@@ -41,3 +45,9 @@ __all__ = [
     "to_block_mask",
     "with_sparsity",
 ]
+
+# a class in a new file of the folder is public, too; it needs a line above only for type checkers
+for file in pkgutil.iter_modules(blocks.__path__, "dilated_attention.pattern.blocks."):
+    importlib.import_module(file.name)
+globals().update(kinds())
+__all__ += kinds().keys() - __all__

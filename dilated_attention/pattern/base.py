@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.files import replacing
-from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, MAX_MASK, as_int
+from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, MAX_MASK, as_int, check_bool
 
 
 class Pattern(ABC):
@@ -21,9 +21,25 @@ class Pattern(ABC):
     from it, in closed form for large N, and tests check that both agree.
     """
 
-    @abstractmethod
     def dense_mask(self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0) -> Tensor:
-        """Returns the multiplicities, integer or bool, of shape (num_heads, num_queries, num_keys). It is O(N²), for small N."""
+        """Returns the multiplicities, int64 or (of block patterns, for max(num_keys, query_offset + num_queries) positions) bool, of shape
+        (num_heads, num_queries, num_keys). Query row i is position query_offset + i. It is O(N²), for small N."""
+        sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
+        num_queries, num_keys, query_offset = (as_int(name, size, minimum=0) for name, size in sizes.items())
+        num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
+        if num_queries * num_keys * num_heads > MAX_MASK:
+            raise ValueError(
+                f"num_heads × num_queries × num_keys is {num_heads:,} × {num_queries:,} × {num_keys:,}; a dense mask has all pairs, "
+                f"expected at most {MAX_MASK:,} of them: .pairs() and .density() need no mask"
+            )
+        check_bool("is_causal", is_causal)
+        rows, keys = torch.arange(query_offset, query_offset + num_queries), torch.arange(num_keys)
+        mask = self._mask(rows, keys, num_heads, max(num_keys, query_offset + num_queries))
+        return mask.mul_(keys <= rows[:, None]) if is_causal else mask
+
+    @abstractmethod
+    def _mask(self, rows: Tensor, keys: Tensor, num_heads: int, num_positions: int) -> Tensor:
+        """Returns the multiplicities of queries and keys at these positions, a new tensor (num_heads, rows, keys)."""
 
     @abstractmethod
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:

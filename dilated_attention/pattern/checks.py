@@ -43,19 +43,6 @@ def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | 
     return number
 
 
-def sizes_of_mask(num_queries: Any, num_keys: Any, num_heads: Any, query_offset: Any) -> tuple[int, int, int, int]:
-    """Checks the arguments of ``dense_mask``, including the size of a mask of all pairs, and returns them."""
-    sizes = {"num_queries": num_queries, "num_keys": num_keys, "query_offset": query_offset}
-    queries, keys, offset = (as_int(name, size, minimum=0, maximum=MAX_LENGTH) for name, size in sizes.items())
-    heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
-    if queries * keys * heads > MAX_MASK:
-        raise ValueError(
-            f"num_heads × num_queries × num_keys is {heads:,} × {queries:,} × {keys:,}; a dense mask has all pairs, expected at most "
-            f"{MAX_MASK:,} of them: .pairs() and .density() need no mask"
-        )
-    return queries, keys, heads, offset
-
-
 def check_number(name: str, value: Any, expected: str) -> None:
     """Raises TypeError if a value is no int or float, as a bool is not; ``expected`` says which numbers are."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -22,7 +22,6 @@ from dilated_attention.pattern.checks import (
     check_bool,
     one_of,
     shown,
-    sizes_of_mask,
 )
 
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
@@ -166,13 +165,8 @@ class DilatedPattern(Pattern):
         length = min(self.segment_lengths[branch], num_positions)
         return -(-length // self.dilation_rates[branch]) - num_taken
 
-    def dense_mask(self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0) -> Tensor:
-        """Returns m_h(i, j) as an int64 tensor (num_heads, num_queries, num_keys). Query row i is position query_offset + i."""
-        num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
-        check_bool("is_causal", is_causal)
-        rows, keys = torch.arange(query_offset, query_offset + num_queries), torch.arange(num_keys)
-        mask = self.multiplicities(rows, keys, num_heads, torch.int64)
-        return mask.mul_(keys <= rows[:, None]) if is_causal else mask
+    def _mask(self, rows: Tensor, keys: Tensor, num_heads: int, num_positions: int) -> Tensor:
+        return self.multiplicities(rows, keys, num_heads, torch.int64)
 
     def multiplicities(self, rows: Tensor, keys: Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> Tensor:
         """Returns m_h(i, j) as (num_heads, rows, keys) for query positions ``rows`` and key positions ``keys``, which may be any."""

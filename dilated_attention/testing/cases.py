@@ -14,28 +14,20 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from dilated_attention import pattern as patterns
 from dilated_attention.backends import registry
 from dilated_attention.pattern import (
-    Axial,
-    BigBird,
     BlockPattern,
-    BlockTensor,
-    Causal,
-    DilatedBlocks,
     DilatedPattern,
-    Document,
-    GlobalLocal,
-    LocalWindow,
-    MaskFunction,
     PerHead,
-    RandomBlocks,
-    Sparsity,
-    Strided,
     TopBlocks,
 )
+from dilated_attention.pattern.blocks.base import kinds
 
 T = TypeVar("T")
 
+# block patterns that are not drawn alone: those made of others, and of what tensors hold
+_OF_OTHERS = ("ChosenBlocks", "Intersection", "PerHead", "TopBlocks", "Union")
 HEAD_DIMS = (1, 3, 8, 16, 24, 48, 59, 64)
 # how a tensor (B, N, H, D) lies in memory, see ``make_tensor``
 LAYOUTS = (
@@ -250,28 +242,23 @@ def random_blocks(
             return PerHead(tuple(parts[h % len(parts)] for h in range(heads)))
         return parts[0] | parts[1] if operation == "or" else parts[0] & parts[1]
 
-    def number(most: int = 150) -> int:
-        return draw.randint(0, most)
-
-    sizes: Any = {"block_size": block_size}
     # for Document and BlockTensor: where the second document begins, which also seeds the kept blocks
-    cut, grid = number(num_positions), [-(-num_positions // size) for size in block_size]
+    cut, grid = draw.randint(0, num_positions), [-(-num_positions // size) for size in block_size]
     kept = torch.rand(heads, *grid, generator=torch.Generator().manual_seed(cut)) < 0.5
-    kinds: list[Any] = [
-        lambda: LocalWindow((draw.choice([None, number()]), draw.choice([None, number()])), **sizes),
-        lambda: Causal(**sizes),
-        lambda: GlobalLocal(number(), number(), **sizes),
-        lambda: BigBird(number(), number(3), number(2), seed=number(9), **sizes),
-        lambda: Strided(1 + number(3), number(2), **sizes),
-        lambda: DilatedBlocks(1 + number(2), 1 + number(2), **sizes),
-        lambda: Axial(1 + number(299), **sizes),
-        lambda: RandomBlocks(draw.choice([0.0, 0.2, 0.5, 1.0]), seed=number(9), **sizes),
-        lambda: Sparsity(draw.choice([0.1, 0.6]), draw.choice(["random", "local", "global_local"]), **sizes),
-        lambda: MaskFunction(scattered, per_head=draw.choice([False, True]), **sizes),
-    ]
-    if not any_length and num_positions:
-        kinds += [lambda: Document((cut, num_positions - cut), **sizes), lambda: BlockTensor(kept, **sizes)]
-    return draw.choice(kinds)()  # type: ignore[no-any-return]
+    # fields of other types than integers
+    fields: dict[str, Any] = {
+        **dict.fromkeys(
+            ["LocalWindow", "GlobalLocal", "BigBird"], lambda: {"window": [draw.choice([None, draw.randint(0, 150)]) for _ in range(2)]}
+        ),
+        "RandomBlocks": lambda: {"ratio": draw.choice([0.0, 0.2, 0.5, 1.0])},
+        "Sparsity": lambda: {"ratio": draw.choice([0.1, 0.6]), "kind": draw.choice(["random", "local", "global_local"]), "seed": 0},
+        "MaskFunction": lambda: {"fn": scattered, "per_head": draw.choice([False, True])},
+        "Document": lambda: {"lengths": (cut, num_positions - cut)},
+        "BlockTensor": lambda: {"mask": kept},
+    }
+    excluded = _OF_OTHERS + (("BlockTensor", "Document") if any_length or not num_positions else ())
+    name = draw.choice([name for name in kinds() if name in patterns.__all__ and name not in excluded])
+    return kinds()[name].random(draw, **fields.get(name, dict)(), block_size=block_size)
 
 
 def random_branches(draw: Chooser, heads: int, num_keys: int, max_segment: int | None) -> DilatedPattern:

@@ -144,7 +144,6 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
     """Counts, shares and masses; causal or not; ragged, offset, grouped, padded, packed; always and within; few rows at a time."""
     if seed % 3 == 0:
         monkeypatch.setattr(selection, "_TORCH_BYTES", 4096)
-        monkeypatch.setattr(selection, "_MEAN_BYTES", 4096)
         monkeypatch.setattr("dilated_attention.engine.blocks.lists._CHUNK", 16)
     # interpreted kernels take their time
     case = chosen_case(seed, SPACE if dtype is torch.float64 else replace(SPACE, max_length=400))
@@ -176,11 +175,11 @@ def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_caus
     choose_triton = pytest.importorskip("dilated_attention.engine.blocks.selection_triton")
     N, H = 16 * 64, 1
     pattern = TopBlocks(**amount, within=LocalWindow(700, block_size=64), block_size=64)
-    grid = selection.make_grid(N, N, (64, 64), None, None, is_causal, 0, is_causal, True, torch.device("cpu"))
+    grid = selection.make_grid(N, N, (64, 64), None, is_causal, 0, is_causal, True, torch.device("cpu"))
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[1, 256:400] = True
-    num_real = selection._count(~padding, grid.keys)
-    part = selection.part_of(pattern, grid, grid.documents[0], num_real, H, 0)
+    num_real = selection._count(~padding, grid.columns)
+    part = selection.part_of(pattern, grid, grid.documents[0], slice(0, 16), num_real, H, 0)
     scores = (torch.randn(2, H, 16, grid.last_scored[-1], generator=torch.Generator().manual_seed(0)) * 2).round() / 2
     scores[0, 0, 5:9] *= -0.0
     scores[0, 0, 11:, 7], scores[1, 0, 12:, 9] = -torch.inf, torch.inf

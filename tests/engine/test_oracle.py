@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from dataclasses import replace
@@ -19,7 +18,7 @@ from dilated_attention.backends import registry
 from dilated_attention.backends.torch_ops import math as math_module
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.engine.branches import launches, places, run_branches
-from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern.blocks.base import kinds
 from dilated_attention.testing import (
     FLOAT32_TOLERANCE,
     FLOAT64_TOLERANCE,
@@ -265,13 +264,12 @@ def test_random_cases_reach_every_option() -> None:
     # each layout is what it says: strides of (2, 5, 4, 8)
     strides = [make_tensor((2, 5, 4, 8), layout, torch.float32, "cpu", torch.Generator()).stride() for layout in LAYOUTS]
     assert len(set(strides)) == len(LAYOUTS) - 1, "one is contiguous, at an offset"
-    exported = {getattr(patterns, name) for name in patterns.__all__}
-    kinds = {kind for kind in exported if isinstance(kind, type) and issubclass(kind, BlockPattern) and not inspect.isabstract(kind)}
-    blocks = [random_case(seed, BLOCKS) for seed in range(300)]
+    exported = {kind for name, kind in kinds().items() if name in patterns.__all__}
+    blocks = [random_case(seed, BLOCKS) for seed in range(500)]
     for beside in (False, True):
         # what a choice made, which is tested with it
         some = (kinds_in(case.pattern) for case in blocks if (case.branches is not None) is beside)
-        assert kinds - {patterns.ChosenBlocks} <= set().union(*some)
+        assert exported - {patterns.ChosenBlocks} <= set().union(*some)
     usual = Case(pattern=WHOLE)
     options = "is_causal query_offset scale dropout_p padding bounds lse_grad sinks softcap bias branches"
     for name in options.split():

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +40,9 @@ from dilated_attention.pattern import (
     to_block_mask,
     with_sparsity,
 )
+from dilated_attention.pattern.blocks import base
 from dilated_attention.pattern.blocks.compose import KINDS, Intersection
+from dilated_attention.testing.cases import random_blocks
 from tests.helpers.op_settings import settings as settings_of_call
 from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, compositions, lattice, listed, simple_patterns
 
@@ -492,3 +497,34 @@ def test_a_class_that_cannot_be_told_apart_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"@dataclass\(frozen=True\)"):
         Plain(3).spec()
+
+
+EVERY_FEW = """
+from dataclasses import dataclass
+from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks
+
+@dataclass(frozen=True)
+class EveryFew(WholeBlocks):
+    limits = (("step", 1, 9),)
+    step: int
+
+    def keeps(self, grid, head, row, column):
+        return (row + column) % self.step == 0
+"""
+
+
+def test_a_pattern_in_a_new_file_is_public_has_a_spec_and_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "every_few.py").write_text(EVERY_FEW)
+    # without classes of tests
+    own = {name: kind for name, kind in base._classes.items() if kind.__module__.startswith("dilated_attention.")}
+    monkeypatch.setattr(base, "_classes", own)
+    with monkeypatch.context() as patch:
+        patch.setattr(patterns.blocks, "__path__", [*patterns.blocks.__path__, str(tmp_path)])
+        every_few = importlib.reload(patterns).EveryFew  # type: ignore[attr-defined]
+    assert pattern_from_spec(every_few(3).spec()) == every_few(3)
+    with pytest.raises(ValueError, match="step is 0; expected an integer ≥ 1"):
+        every_few(0)
+    drawn = [random_blocks(random.Random(seed), 2, 300, (64, 64), any_length=True, depth=0) for seed in range(100)]
+    assert any(isinstance(pattern, every_few) for pattern in drawn)
+    del own["EveryFew"]
+    assert "EveryFew" not in importlib.reload(patterns).__all__

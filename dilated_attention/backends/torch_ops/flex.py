@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import clear_empty_rows
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
-from dilated_attention.pattern.blocks.flex_mask import padded_tables
+from dilated_attention.pattern.blocks.flex_mask import block_mask_of
 
 # limit of recompiles for one kind of call: each new stride order costs one, and so does a batch, head count or length of 1; torch allows 8
 _RECOMPILE_LIMIT = 64
@@ -197,28 +197,11 @@ def _score_mod(padding: Tensor | None, cap: Tensor | None) -> Any:
 
 @torch.inference_mode(False)
 def block_mask(lists: BlockLists) -> Any:
-    """Returns the BlockMask of ``lists`` with masks "none" or "interval"; batch and head dimensions are 1 where all share a list.
-
-    Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have separate tables.
-    """
+    """Returns the BlockMask of ``lists`` with masks "none" or "interval"."""
     assert lists.mask_kind in ("none", "interval"), lists.mask_kind
-    by_column = lists.by_column
     mask_mod = _every_pair if lists.masks is None or lists.interval is None else _in_interval(*lists.interval)
     # ragged blocks at the end are listed like any other: the kernels check the end of both kinds
-    rows = _tables(lists, lists.row_starts, lists.columns, lists.masks)
-    columns = _tables(lists, by_column.starts, by_column.rows, by_column.masks)
-    sizes = (lists.q_block, lists.k_block)
-    return BlockMask((lists.num_queries, lists.num_keys), *rows, *columns, BLOCK_SIZE=sizes, mask_mod=mask_mod)  # type: ignore[misc, arg-type]
-
-
-def _tables(lists: BlockLists, starts: Tensor, values: Tensor, masks: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns (counts, table, counts of whole blocks, their table) of the rows or columns of ``lists``.
-
-    Without masks all blocks are in the first table, whose mask keeps every pair, and there is no second table.
-    """
-    kinds = (torch.ones_like(values, dtype=torch.bool),) if masks is None else (masks >= 0, masks < 0)
-    tables = padded_tables(lists, starts, values, kinds)
-    return (*tables, *[None] * (4 - len(tables)))
+    return block_mask_of(lists, mask_mod, asks_all=True)
 
 
 def _every_pair(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

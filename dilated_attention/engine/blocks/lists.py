@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,14 @@ def block_lists(
     if lists is None:
         # checked here, so that an error names the caller's length
         pattern.check(num_keys, num_heads)
-        lists = _built(pattern, keys, num_heads, first_query, queries, is_causal, device)
+        where = building_device(pattern, queries, keys, num_heads, device)
+        # cached lists serve training too, so they must not be inference tensors
+        with torch.inference_mode(False), torch.no_grad():
+            lists = kept_blocks(
+                pattern, keys, num_heads, first_query=first_query, num_queries=queries, is_causal=is_causal, device=where
+            )  # fmt: skip
+            checked_total(lists.num_entries)
+            lists = _marked(lists if where == device else lists.on(device))
         with _lock:
             _cache[cache_key] = lists
             while len(_cache) > 1 and (len(_cache) > MAX_CACHED_LISTS or sum(x.nbytes for x in _cache.values()) > MAX_CACHED_BYTES):
@@ -89,20 +97,6 @@ def clear_block_lists() -> None:
     """Clears the cache of lists."""
     with _lock:
         _cache.clear()
-
-
-# cached lists serve training too, so they must not be inference tensors
-@torch.inference_mode(False)
-@torch.no_grad()
-def _built(
-    pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, is_causal: bool, device: torch.device
-) -> BlockLists:
-    where = building_device(pattern, num_queries, num_keys, num_heads, device)
-    lists = kept_blocks(
-        pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, is_causal=is_causal, device=where
-    )  # fmt: skip
-    checked_total(lists.num_entries)
-    return _marked(lists if where == device else lists.on(device))
 
 
 def building_device(pattern: BlockPattern, num_queries: int, num_keys: int, num_heads: int, device: torch.device) -> torch.device:
@@ -130,10 +124,7 @@ def _wait_for(lists: BlockLists) -> None:
 
 def select_groups(lists: BlockLists, first: int, last: int, **sizes: int) -> BlockLists:
     """Returns the lists of groups [first, last). ``sizes``: how many batch entries or heads these are."""
-    starts = lists.row_starts[first * lists.num_rows : last * lists.num_rows + 1]
-    low, high = starts[[0, -1]].tolist()
-    masks = None if lists.masks is None else lists.masks[low:high]
-    return replace(lists, row_starts=starts - low, columns=lists.columns[low:high], masks=masks, **sizes)  # type: ignore[arg-type]
+    return _selected(lists, torch.arange(first * lists.num_rows, last * lists.num_rows, device=lists.columns.device), **sizes)
 
 
 def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
@@ -146,21 +137,29 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     if num_missing and last_row in rows[:-1]:
         raise ValueError(f"rows selects the short last query block, {last_row}, before its end; select it last")
     num_queries = len(rows) * lists.q_block - (num_missing if [last_row] == rows[-1:].tolist() else 0)
-    device = lists.columns.device
-    rows = rows.to(device)
-    list_index = (torch.arange(lists.num_groups, device=device)[:, None] * lists.num_rows + rows).flatten()
+    interval = None
+    if lists.interval is not None:
+        positions = (
+            (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=rows.device))
+            .flatten()[:num_queries]
+            .to(lists.columns.device)
+        )
+        low, high = (x.index_select(0, positions) for x in lists.interval)
+        interval = low, high
+    list_index = (torch.arange(lists.num_groups, device=rows.device)[:, None] * lists.num_rows + rows).flatten()
+    return _selected(lists, list_index, num_queries=num_queries, interval=interval)
+
+
+def _selected(lists: BlockLists, list_index: Tensor, **changes: Any) -> BlockLists:
+    """Returns the lists with these indices, in their order."""
+    list_index = list_index.to(lists.columns.device)
     # indexing by [] takes twice the time on a host
     counts = lists.row_starts.diff().index_select(0, list_index)
     row_starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     total, shift = int(row_starts[-1]), lists.row_starts.index_select(0, list_index) - row_starts[:-1]
-    entry = shift.repeat_interleave(counts, output_size=total) + torch.arange(total, device=device)
+    entry = shift.repeat_interleave(counts, output_size=total) + torch.arange(total, device=list_index.device)
     columns, masks = lists.columns.index_select(0, entry), None if lists.masks is None else lists.masks.index_select(0, entry)
-    interval = None
-    if lists.interval is not None:
-        positions = (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=device)).flatten()[:num_queries]
-        low, high = (x.index_select(0, positions) for x in lists.interval)
-        interval = low, high
-    return replace(lists, num_queries=num_queries, row_starts=row_starts, columns=columns, masks=masks, interval=interval)
+    return replace(lists, row_starts=row_starts, columns=columns, masks=masks, **changes)
 
 
 # this many blocks' bits are unpacked at a time, which takes 9 bytes per block
@@ -215,7 +214,9 @@ def lists_of_kept(
         masks = None
     interval = None
     if masks is not None:
-        interval = _causal_interval(num_queries, num_keys, query_offset, kept.device)
+        # each query sees the keys up to its own position
+        high = torch.arange(query_offset + 1, query_offset + num_queries + 1, dtype=torch.int32, device=kept.device).clamp(max=num_keys)
+        interval = torch.zeros_like(high), high
     return BlockLists(
         num_queries=num_queries,
         num_keys=num_keys,
@@ -238,11 +239,3 @@ def _causal_bits(q_block: int, k_block: int, deltas: range, device: torch.device
     delta = torch.tensor(list(deltas), dtype=torch.int64, device="cpu").reshape(-1, 1, 1)
     queries, keys = torch.arange(q_block, device="cpu")[:, None], torch.arange(k_block, device="cpu")
     return packed(keys <= queries + delta).to(device)
-
-
-@functools.lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _causal_interval(num_queries: int, num_keys: int, query_offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns (low, high): each query sees keys [low, high), up to its own position."""
-    high = (torch.arange(num_queries, dtype=torch.int32, device="cpu") + (query_offset + 1)).clamp(max=num_keys).to(device)
-    return torch.zeros_like(high), high

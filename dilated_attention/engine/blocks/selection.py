@@ -11,27 +11,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels, keep_for_graph
 from dilated_attention.engine.blocks.lists import bits_of_lists
-from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid, num_rows_of, num_words_of
+from dilated_attention.engine.blocks.selection_grid import SHARE_BITS, Document, Grid, Part, make_grid
 from dilated_attention.engine.memory import explains_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
-from dilated_attention.pattern.blocks.block_lists import kept_blocks, packed, unpacked
+from dilated_attention.pattern.blocks.block_lists import WORD, kept_blocks, packed, unpacked
 from dilated_attention.pattern.blocks.content import share_of
 
 # bytes of scores at a time: for kernels, and for torch, where sorting takes several times as much in addition
 _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
-# bytes of positions at a time, in the dtype they are summed in
-_MEAN_BYTES = 2**26
 # Softmax weights are integers, so that sums do not depend on the order of summation. The largest weight of a row is 2**_WEIGHT_BITS.
 # Together with SHARE_BITS and 2**16 columns that fills 62 bits.
 _WEIGHT_BITS = 24
@@ -53,12 +52,11 @@ def choose_blocks_op(
     """
     pattern = _top_blocks(spec)
     documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), k.shape[1])
-    num_documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     before = pattern.queries_are_before(is_causal)
     block = (pattern.q_block, pattern.k_block)
-    grid = make_grid(q.shape[1], k.shape[1], block, documents, num_documents, is_causal, query_offset, before, pattern.near, q.device)
+    grid = make_grid(q.shape[1], k.shape[1], block, documents, is_causal, query_offset, before, pattern.near, q.device)
     keep_for_graph(grid, q.device.type)
-    kept = torch.zeros((q.shape[0], q.shape[2], grid.num_rows, grid.words), dtype=torch.int32, device=q.device)
+    kept = q.new_zeros(_kept_shape(q, k, cu_seqlens, pattern, query_offset), dtype=torch.int32)
     if q.numel() and k.numel():
         with without_autocast(q):
             _choose(kept, kernel_ready(q), kernel_ready(k), pattern, grid, key_padding_mask, scale, query_offset)
@@ -66,21 +64,27 @@ def choose_blocks_op(
 
 
 @choose_blocks_op.register_fake
-def _(*arguments: Any) -> torch.Tensor:
+def _(*arguments: Any) -> Tensor:
     q, k, _, cu_seqlens, spec, _, _, query_offset = arguments
-    pattern = _top_blocks(spec)
-    rows = num_rows_of(q.shape[1], pattern.q_block, query_offset, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
-    return q.new_empty((q.shape[0], q.shape[2], rows, num_words_of(k.shape[1], pattern.k_block)), dtype=torch.int32)
+    return q.new_empty(_kept_shape(q, k, cu_seqlens, _top_blocks(spec), query_offset), dtype=torch.int32)
 
 
 @choose_blocks_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[torch.Tensor, int]:
-    def call(*args: Any) -> tuple[torch.Tensor]:
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+    def call(*args: Any) -> tuple[Tensor]:
         return (choose_blocks_op(*args),)
 
     # cu_seqlens is for batch size 1
     (kept,), _ = (folded if args[3] is None else each)(call, info.batch_size, in_dims, args)
     return kept, 0
+
+
+def _kept_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, pattern: TopBlocks, query_offset: int) -> tuple[int, ...]:
+    q_block, num_queries, words = pattern.q_block, q.shape[1], -(-k.shape[1] // (pattern.k_block * WORD))
+    if cu_seqlens is None:
+        return q.shape[0], q.shape[2], -(-(query_offset % q_block + num_queries) // q_block), words
+    # an upper bound that does not depend on the lengths of documents
+    return q.shape[0], q.shape[2], num_queries // q_block + cu_seqlens.shape[0] - 1, words
 
 
 def _top_blocks(spec: str) -> TopBlocks:
@@ -90,17 +94,16 @@ def _top_blocks(spec: str) -> TopBlocks:
 
 
 def _choose(
-    kept: torch.Tensor, q: torch.Tensor, k: torch.Tensor, pattern: TopBlocks, grid: Grid, padding: torch.Tensor | None, scale: float,
+    kept: Tensor, q: Tensor, k: Tensor, pattern: TopBlocks, grid: Grid, padding: Tensor | None, scale: float,
     query_offset: int,
 ) -> None:  # fmt: skip
     B, H = kept.shape[:2]
-    q_means = block_means(q, grid.queries) * scale
-    k_means = block_means(k, grid.keys, padding)
-    num_real = None if padding is None else _count(~padding, grid.keys)
+    q_means = block_means(q, grid.rows[:2]) * scale
+    k_means = block_means(k, grid.columns, padding)
+    num_real = None if padding is None else _count(~padding, grid.columns)
     share = 0 if pattern.mass is None else share_units(pattern.mass)
     for document in grid.documents:
         columns = document.columns[1] - document.columns[0]
-        whole = part_of(pattern, grid, document, num_real, H, query_offset)
         fused = has_kernels(q) and columns <= _MOST_COLUMNS
         size = (_KERNEL_BYTES if fused else _TORCH_BYTES) // (B * H * max(1, columns) * q_means.element_size())
         size = max(1, size)
@@ -111,7 +114,7 @@ def _choose(
             width = min(-(-grid.last_scored[stop - 1] // 16) * 16, columns)
             means = k_means[:, :, document.columns[0] : document.columns[0] + width]
             scores = _scores(q_means[:, :, start:stop], means)
-            part = _rows_of(whole, start - first, stop - first)
+            part = part_of(pattern, grid, document, slice(start, stop), num_real, H, query_offset)
             weights = None if pattern.mass is None else softmax_weights(scores, part)
             rows = kept[:, :, start:stop]
             if fused:
@@ -122,7 +125,7 @@ def _choose(
                 choose_rows(rows, scores, weights, part, columns, share)
 
 
-def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+def block_means(x: Tensor, ranges: Tensor, padding: Tensor | None = None) -> Tensor:
     """Computes the means (B, H, ranges, D), float32 (float64), of x (B, N, H, D) over positions [low, high); 0 where all are padding.
 
     Args:
@@ -136,71 +139,52 @@ def block_means(x: torch.Tensor, ranges: torch.Tensor, padding: torch.Tensor | N
     B, _, H, D = x.shape
     dtype = accumulation_dtype(x.dtype)
     means = torch.empty((B, H, ranges.shape[1], D), dtype=dtype, device=x.device)
-    for rows, positions, length in _runs(ranges, _MEAN_BYTES // max(1, B * H * D * means.element_size())):
-        values = x[:, positions].unflatten(1, (-1, length)).to(dtype)
-        count: torch.Tensor | int = length
+    for row, (low, high) in enumerate(ranges.T.tolist()):
+        values, count = x[:, low:high], high - low
         if padding is not None:
-            taken = ~padding[:, positions].unflatten(1, (-1, length))
-            values = values.masked_fill(~taken[..., None, None], 0)
-            count = taken.sum(2).clamp(min=1)[..., None, None]
-        means[:, :, rows] = (values.sum(2) / count).transpose(1, 2)
+            values = values.masked_fill(padding[:, low:high, None, None], 0)
+            count = (~padding[:, low:high]).sum(1).clamp(min=1)[:, None, None]
+        means[:, :, row] = values.sum(1, dtype=dtype) / count
     return means
 
 
-def _runs(ranges: torch.Tensor, most_positions: int) -> Iterator[tuple[slice, slice, int]]:
-    """Groups adjacent ranges of equal length. Yields (which ranges, their positions, number of positions in each)."""
-    low, high = ranges.tolist()
-    start = 0
-    while start < len(low):
-        length = high[start] - low[start]
-        stop = start + 1
-        while (
-            stop < len(low)
-            and low[stop] == high[stop - 1]
-            and high[stop] - low[stop] == length
-            and high[stop] - low[start] <= most_positions
-        ):
-            stop += 1
-        yield slice(start, stop), slice(low[start], high[stop - 1]), length
-        start = stop
-
-
-def _count(flags: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+def _count(flags: Tensor, ranges: Tensor) -> Tensor:
     """Counts the flags (B, N) bool that are set in each range [low, high): (B, ranges)."""
     before = torch.nn.functional.pad(flags.cumsum(1), (1, 0))
     low, high = ranges.long()
     return before[:, high] - before[:, low]
 
 
-def part_of(pattern: TopBlocks, grid: Grid, document: Document, num_real: torch.Tensor | None, num_heads: int, query_offset: int) -> Part:
-    """Returns the data of all rows of a document. num_real (B, columns of all documents): number of keys per block that are not padding."""
-    rows = slice(*document.rows)
-    seen = grid.seen[rows]
+def part_of(
+    pattern: TopBlocks, grid: Grid, document: Document, rows: slice, num_real: Tensor | None, num_heads: int, query_offset: int
+) -> Part:
+    """Returns the data of some rows of a document. num_real (B, columns of all documents): keys of each block that are not padding."""
+    _, _, own_low, own_high, scored, seen, missing = grid.rows[:, rows]
     # positions of the first row before the first query
     front = query_offset % pattern.q_block
     num_keys = document.keys[1] - document.keys[0]
     shape = (num_keys, num_heads, query_offset - front, document.num_queries + front, seen.device)
     always, within = (None if x is None else _static_bits(x, *shape) for x in (pattern.always, pattern.within))
     keep_for_graph((always, within), seen.device.type)
+    in_document = slice(rows.start - document.rows[0], rows.stop - document.rows[0])
+    always, within = (None if x is None else x[:, in_document] for x in (always, within))
     real = None
     existing = seen[None]
     if num_real is not None:
         is_real = num_real[:, slice(*document.columns)] > 0
         real = packed(is_real)
         existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
-    missing = grid.missing[rows]
     budget = None
     if pattern.mass is None:
         wanted = missing.new_full((1, 1), pattern.blocks or 0) if pattern.share is None else share_of(pattern.share, existing + missing)
         budget = (wanted[:, None] - _kept_beyond(pattern, missing, query_offset + document.num_queries, num_heads)).to(torch.int32)
-    return Part(grid.own[:, rows], grid.scored[rows], seen, pattern.near, budget, always, within, real)
+    return Part((own_low, own_high), scored, seen, pattern.near, budget, always, within, real)
 
 
-def _kept_beyond(pattern: TopBlocks, missing: torch.Tensor, end: int, num_heads: int) -> torch.Tensor:
+def _kept_beyond(pattern: TopBlocks, missing: Tensor, end: int, num_heads: int) -> Tensor:
     """Returns (H or 1, rows) int32: of the ``missing`` columns (see ``Grid``) those that each row would always keep.
 
-    Only the last row, that of query ``end`` − 1, can have any; at most one, as blocks have 64 or 128 positions, so one test of all these
-    keys decides.
+    Only the last row, that of query ``end`` − 1, can have any; at most one, as blocks have 64 or 128 positions.
     """
     q_block, k_block = pattern.q_block, pattern.k_block
     # where the last row would end if it were complete, and the first key of the first missing column
@@ -212,10 +196,10 @@ def _kept_beyond(pattern: TopBlocks, missing: torch.Tensor, end: int, num_heads:
     if not all(x.is_prefix_stable for x in statics):
         # of a longer sequence they may keep anything
         return torch.zeros_like(missing)[None]
-    places = [torch.arange(*x, device=missing.device) for x in ((row_end - q_block, row_end), (first_key, row_end), (0, num_heads))]
-    queries, keys, heads = places[0][:, None], places[1], places[2][:, None, None]
-    kept = [x.at(row_end).allowed(queries, keys, heads, row_end).expand(num_heads, q_block, -1).any(2).any(1) for x in statics]
-    return missing * torch.stack(kept).any(0)[:, None]
+    # of the last row alone, at the length at which it is complete
+    shape = row_end, num_heads, row_end - q_block, q_block, missing.device
+    kept = (unpacked(_static_bits(x.at(row_end), *shape), -(-row_end // k_block))[:, :, first_key // k_block] for x in statics)
+    return missing * functools.reduce(operator.and_, kept)
 
 
 def share_units(mass: float) -> int:
@@ -224,23 +208,14 @@ def share_units(mass: float) -> int:
 
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _static_bits(
-    pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, device: torch.device
-) -> torch.Tensor:
+def _static_bits(pattern: BlockPattern, num_keys: int, num_heads: int, first_query: int, num_queries: int, device: torch.device) -> Tensor:
     """Returns (H or 1, rows, words) int32: the blocks of which the pattern keeps any pair, without causality."""
     # from lists instead of ``entries``, since only their masks show which blocks of a composition are empty
     lists = kept_blocks(pattern, num_keys, num_heads, first_query=first_query, num_queries=num_queries, device=device)
     return bits_of_lists(lists)
 
 
-def _rows_of(part: Part, start: int, stop: int) -> Part:
-    own, scored, seen, near, budget, always, within, real = part
-    rows = slice(start, stop)
-    always, within = (None if x is None else x[:, rows] for x in (always, within))
-    return Part(own[:, rows], scored[rows], seen[rows], near, None if budget is None else budget[..., rows], always, within, real)
-
-
-def _scores(q_means: torch.Tensor, k_means: torch.Tensor) -> torch.Tensor:
+def _scores(q_means: Tensor, k_means: Tensor) -> Tensor:
     """Computes scores (B, H, rows, columns), contiguous, from means (B, H, rows, D) and (B, K, columns, D)."""
     B, H, rows, D = q_means.shape
     K, columns = k_means.shape[1:3]
@@ -248,7 +223,7 @@ def _scores(q_means: torch.Tensor, k_means: torch.Tensor) -> torch.Tensor:
     return torch.matmul(grouped, k_means.transpose(2, 3)).view(B, H, rows, columns)
 
 
-def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fates(part: Part, num_columns: int) -> tuple[Tensor, Tensor]:
     """Returns (forced, candidates): blocks that are always kept, and those to choose from; bool, broadcastable to (B, H, rows, columns)."""
     column = torch.arange(num_columns, dtype=torch.int32, device=part.seen.device)
     scored, seen, own_low, own_high = (x[:, None] for x in (part.scored, part.seen, *part.own))
@@ -267,7 +242,7 @@ def fates(part: Part, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     return forced, allowed & (column < scored) & ~forced
 
 
-def softmax_weights(scores: torch.Tensor, part: Part) -> torch.Tensor:
+def softmax_weights(scores: Tensor, part: Part) -> Tensor:
     """Computes int32 weights (B, H, rows, width) of the scored blocks that may be kept, proportional to the softmax of their scores."""
     width = scores.shape[-1]
     if not width:
@@ -282,7 +257,7 @@ def softmax_weights(scores: torch.Tensor, part: Part) -> torch.Tensor:
     return (weights * 2**_WEIGHT_BITS).round_().to(torch.int32).masked_fill_(~weighed, 0)
 
 
-def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor | None, part: Part, num_columns: int, share: int) -> None:
+def choose_rows(kept: Tensor, scores: Tensor, weights: Tensor | None, part: Part, num_columns: int, share: int) -> None:
     """Writes the rows' bits into kept (B, H, rows, words): the forced blocks, then the blocks with the highest scores until it suffices.
 
     It suffices when the row's budget of blocks is reached or, with weights, ``share`` · 2**-SHARE_BITS of their sum. Among equal scores,
@@ -313,7 +288,7 @@ def choose_rows(kept: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor 
     kept[..., : words.shape[-1]] = words
 
 
-def _ordered(scores: torch.Tensor) -> torch.Tensor:
+def _ordered(scores: Tensor) -> Tensor:
     """Maps scores to int64 of the same order. NaN ranks above infinity: its block is kept and makes the result NaN, as it should."""
     bits = scores.view(torch.int64 if scores.dtype is torch.float64 else torch.int32)
     highest = torch.iinfo(bits.dtype).max

@@ -1,9 +1,9 @@
 """The base class of block-sparse patterns: their definition by positions, their kept blocks row by row, and their counts.
 
 A sequence of N positions is cut into query blocks (rows) of ``q_block`` and key blocks (columns) of ``k_block`` positions. The last of
-each may be shorter. A new pattern is one class with one method: ``allowed``, or of whole blocks (``WholeBlocks``) ``keeps``. By default
-all blocks are listed, and ``classify`` asks ``allowed`` about every pair; a class for long sequences, or one that derives from a class with
-its own, writes ``columns`` and ``classify``.
+each may be shorter. A new pattern is one class with one method: ``allowed``, or of whole blocks (``WholeBlocks``) ``keeps``; any file of
+this folder may hold it. By default all blocks are listed, and ``classify`` asks ``allowed`` about every pair; a class for long sequences,
+or one that derives from a class with its own, writes ``columns`` and ``classify``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dilated_attention.files import parse_json
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import MAX_HEADS, MAX_LENGTH, as_int, check_bool, checked_block_size, shown, sizes_of_mask
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, checked_block_size, shown
 
 # lists of blocks store positions in 32 bits
 MAX_POSITIONS = 2**31
@@ -45,6 +45,8 @@ OBJECT, _CLASS = "object:", "pattern"
 _classes: dict[str, type[BlockPattern]] = {}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
+# one of ``BlockPattern.limits``
+SEED = "seed", 0, 2**62 - 1
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class BlockPattern(Pattern):
     is_chosen: ClassVar[bool] = False
     # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
     holds_objects: ClassVar[bool] = False
+    # (name, least, most) of fields that are integers
+    limits: ClassVar[tuple[tuple[str, int, int], ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Registers the class by its name. Defining it again, as notebooks do, replaces it."""
@@ -147,7 +151,20 @@ class BlockPattern(Pattern):
 
     def __post_init__(self) -> None:
         self._set_blocks(checked_block_size(self.block_size))
+        for name, least, most in self.limits:
+            self._set(**{name: as_int(name, getattr(self, name), minimum=least, maximum=most)})
         self._name_object()
+
+    @classmethod
+    def random(cls, draw: Any, **fields: Any) -> BlockPattern:
+        """Returns a pattern for ``testing.random_case``, with drawn integers in the fields of ``limits``. A class with other fields without
+        a default draws these, too. ``draw``: a ``random.Random``, or anything with its ``randint`` and ``choice``."""
+        return cls(**{name: least + draw.randint(0, draw.choice([3, 150])) for name, least, _ in cls.limits} | fields)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns what the constructor takes to make an equal pattern."""
+        fields = [field for field in dataclasses.fields(self) if field.init]
+        return {field.metadata.get("argument", field.name): getattr(self, field.name) for field in fields}
 
     def _name_object(self) -> None:
         """Gives a pattern that holds a function or a tensor the number by which its spec refers to it."""
@@ -207,9 +224,6 @@ class BlockPattern(Pattern):
 
     def _set_blocks(self, block_size: tuple[int, int]) -> None:
         self._set(block_size=block_size, q_block=block_size[0], k_block=block_size[1])
-
-    def _check_int(self, name: str, minimum: int, maximum: int = MAX_LENGTH) -> None:
-        self._set(**{name: as_int(name, getattr(self, name), minimum=minimum, maximum=maximum)})
 
     @abstractmethod
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
@@ -320,21 +334,10 @@ class BlockPattern(Pattern):
             group, row, column, state, key = (x[kept] for x in (group, row, column, state, key))
         return (group, row, column), state == FULL, key
 
-    def dense_mask(
-        self, num_queries: int, num_keys: int, num_heads: int, *, is_causal: bool = False, query_offset: int = 0,
-    ) -> Tensor:  # fmt: skip
-        """Returns the kept pairs, bool (num_heads, num_queries, num_keys), of the pattern for max(num_keys, query_offset + num_queries)
-        positions. Query row i is position query_offset + i."""
-        num_queries, num_keys, num_heads, query_offset = sizes_of_mask(num_queries, num_keys, num_heads, query_offset)
-        check_bool("is_causal", is_causal)
-        num_positions = checked_positions(max(num_keys, query_offset + num_queries))
-        self.check(num_positions, num_heads)
-        queries = torch.arange(query_offset, query_offset + num_queries)[None, :, None]
-        keys = torch.arange(num_keys)[None, None, :]
-        mask = self.allowed(queries, keys, torch.arange(num_heads)[:, None, None], num_positions)
-        if is_causal:
-            mask = mask & (keys <= queries)
-        return mask.broadcast_to(num_heads, num_queries, num_keys).contiguous()
+    def _mask(self, rows: Tensor, keys: Tensor, num_heads: int, num_positions: int) -> Tensor:
+        self.check(checked_positions(num_positions), num_heads)
+        mask = self.allowed(rows[None, :, None], keys[None, None, :], torch.arange(num_heads)[:, None, None], num_positions)
+        return mask.broadcast_to(num_heads, len(rows), len(keys)).clone(memory_format=torch.contiguous_format)
 
     def pairs(self, num_positions: int, num_heads: int = 1, *, is_causal: bool = False) -> int:
         """Returns the exact number of kept (head, query, key) triples, from sizes of full blocks and the pairs of each distinct mask."""
@@ -361,6 +364,11 @@ class BlockPattern(Pattern):
 
     def show(self, num_positions: int = 1024, num_heads: int = 4, *, is_causal: bool = False, path: str | None = None) -> Any:
         return super().show(num_positions, num_heads, is_causal=is_causal, path=path)
+
+
+def kinds() -> dict[str, type[BlockPattern]]:
+    """Returns all classes of block patterns by name, but for base classes."""
+    return {name: kind for name, kind in _classes.items() if not (name.startswith("_") or inspect.isabstract(kind))}
 
 
 def pattern_from_spec(spec: str) -> BlockPattern:
@@ -397,9 +405,7 @@ def _plain(value: Any) -> Any:
             if number is None:
                 raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
             return f"{OBJECT}{operator.index(number)}"
-        fields = [field for field in dataclasses.fields(value) if field.init]
-        plain = {field.metadata.get("argument", field.name): _plain(getattr(value, field.name)) for field in fields}
-        return {_CLASS: type(value).__name__} | plain
+        return {_CLASS: type(value).__name__} | {name: _plain(x) for name, x in value.arguments().items()}
     if isinstance(value, tuple):
         return [_plain(x) for x in value]
     # makes constants of torch.compile's symbolic numbers
@@ -422,8 +428,7 @@ def _value(written: Any) -> Any:
         fields = {name: _value(value) for name, value in written.items() if name != _CLASS}
         kind = _classes.get(written.get(_CLASS, ""))
         if kind is None:
-            known = ", ".join(sorted(name for name, kind in _classes.items() if not inspect.isabstract(kind)))
-            raise ValueError(f"no pattern is called {written.get(_CLASS)!r}; known are {known}")
+            raise ValueError(f"no pattern is called {written.get(_CLASS)!r}; known are {', '.join(sorted(kinds()))}")
         return kind(**fields)
     if isinstance(written, list):
         return tuple(_value(x) for x in written)

@@ -114,12 +114,11 @@ class BlockLists:
         tensors = [self.row_starts, self.columns, self.bits, *(() if self.masks is None else (self.masks,)), *(self.interval or ())]
         return sum(x.nbytes for x in tensors)
 
-    @cached_property
+    @property
     def fills_every_row(self) -> bool:
         """Whether every query certainly keeps a key; False if masks leave it open. Waits for the GPU once."""
-        source: BlockLists | None = self.cache.get("source")
         # a source has as many blocks, and each of them has positions here, too
-        return source.fills_every_row if source is not None else self.masks is None and bool((self.row_starts.diff() > 0).all())
+        return self.derived("fills_every_row", lambda lists: lists.masks is None and bool((lists.row_starts.diff() > 0).all()))
 
     # kept for later calls, which may train: no inference tensor
     @cached_property

@@ -12,12 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, PARTIAL, BlockPattern, Blocks, Grid, MaskMod, States
+from dilated_attention.pattern.blocks.base import FULL, PARTIAL, SEED, BlockPattern, Blocks, Grid, MaskMod, States
 from dilated_attention.pattern.blocks.whole_blocks import (
     DilatedBlocks,
     RandomBlocks,
     checked_ratio,
-    checked_seed,
     own_columns,
     own_count,
 )
@@ -266,6 +265,7 @@ class Sparsity(BlockPattern):
         seed: seed of the draws, for ``"random"`` and ``"big_bird"``.
     """
 
+    limits = (SEED,)
     ratio: float
     kind: str = "random"
     seed: int = 0
@@ -276,7 +276,7 @@ class Sparsity(BlockPattern):
         ratio = checked_ratio(self.ratio)
         if ratio == 0:
             raise ValueError("ratio is 0: nothing would be kept; expected a number above 0 and at most 1")
-        self._set(ratio=ratio, seed=checked_seed(self.seed))
+        self._set(ratio=ratio)
         if self.seed and self.kind not in _SEEDED:
             raise ValueError(
                 f"seed is {self.seed}, but kind={self.kind!r} draws nothing: leave seed at 0, or take one of {', '.join(_SEEDED)}"

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
@@ -15,7 +14,7 @@ from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
 from dilated_attention.pattern.blocks.block_lists import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow
-from dilated_attention.pattern.checks import check_bool, check_number, one_of, shown
+from dilated_attention.pattern.checks import as_int, check_bool, check_number, one_of, shown
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -95,7 +94,7 @@ class TopBlocks(BlockPattern):
             )
         ((name, amount),) = amounts.items()
         if name == "blocks":
-            self._check_int(name, 1)
+            self._set(blocks=as_int(name, amount, minimum=1))
         else:
             check_number(name, amount, "a number in (0, 1]")
             if not 0 < amount <= 1:
@@ -123,12 +122,8 @@ class TopBlocks(BlockPattern):
                 f"{name} has blocks of {pattern.block_size} and this pattern of {self.block_size}; give both the same block_size"
             )
 
-    def _arguments(self) -> dict[str, Any]:
-        fields = [field for field in dataclasses.fields(self) if field.init]
-        return {field.metadata.get("argument", field.name): getattr(self, field.name) for field in fields}
-
     def __repr__(self) -> str:
-        given = self._arguments()
+        given = self.arguments()
         block_size, usual = given.pop("block_size"), {"near": self.always is None, "pool": "mean"}
         parts = [f"{name}={value!r}" for name, value in given.items() if value is not None and (name not in usual or value != usual[name])]
         return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
@@ -142,7 +137,7 @@ class TopBlocks(BlockPattern):
         return is_causal if self.queries is None else self.queries == "before"
 
     def _with(self, always: BlockPattern | None, within: BlockPattern | None) -> TopBlocks:
-        return TopBlocks(**self._arguments() | {"always": always, "within": within})
+        return TopBlocks(**self.arguments() | {"always": always, "within": within})
 
     def _joined(self, name: str, other: Any) -> BlockPattern:
         if not isinstance(other, BlockPattern):

@@ -139,23 +139,33 @@ def to_block_mask(
     FlexAttention takes the width as the number of key blocks, so there the tables of rows always have full width.
     """
     lists = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
-    columns = lists.by_column
-    kv_width = lists.num_columns if lists.columns.device.type == "cpu" else 1
-    kv_side = padded_tables(lists, lists.row_starts, lists.columns, _kinds(lists.columns, lists.masks), kv_width)
-    q_side = padded_tables(lists, columns.starts, columns.rows, _kinds(columns.rows, columns.masks))
     mask_mod = pattern.resolved(num_positions, num_heads, is_causal)[0].mask_mod(num_positions, num_heads, device)
+    return block_mask_of(lists, mask_mod, lists.num_columns if lists.columns.device.type == "cpu" else 1)
+
+
+def block_mask_of(lists: BlockLists, mask_mod: MaskMod, width: int = 1, *, asks_all: bool = False) -> BlockMask:
+    """Returns the BlockMask of lists; batch and head dimensions are 1 where all share a list.
+
+    Memory: 4 bytes · rows · the longest row, and the same for columns; masked and whole blocks have separate tables.
+
+    Args:
+        width: the least width of the rows' tables.
+        asks_all: ``mask_mod`` is asked about whole blocks, too, if no block has a mask; there is then no table of whole blocks.
+    """
+    by_column = lists.by_column
+    sides = (lists.row_starts, lists.columns, lists.masks, width), (by_column.starts, by_column.rows, by_column.masks, 1)
+    tables: list[Tensor | None] = []
+    for starts, values, masks, least in sides:
+        masked = torch.full_like(values, asks_all, dtype=torch.bool) if masks is None else masks >= 0
+        has_whole = masks is not None or not asks_all
+        tables += _padded_tables(lists, starts, values, [masked, ~masked] if has_whole else [masked], least)
+        tables += [] if has_whole else [None, None]
     return BlockMask(
-        (num_positions, num_positions), *kv_side, *q_side, BLOCK_SIZE=pattern.block_size, mask_mod=mask_mod  # type: ignore[misc, arg-type]
+        (lists.num_queries, lists.num_keys), *tables, BLOCK_SIZE=(lists.q_block, lists.k_block), mask_mod=mask_mod  # type: ignore[misc, arg-type]
     )  # fmt: skip
 
 
-def _kinds(entries: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns which entries of a list have a mask, and which are kept whole."""
-    masked = torch.zeros_like(entries, dtype=torch.bool) if masks is None else masks >= 0
-    return masked, ~masked
-
-
-def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequence[Tensor], width: int = 1) -> tuple[Tensor, ...]:
+def _padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequence[Tensor], width: int) -> list[Tensor]:
     """Returns lists in FlexAttention's form, all int32: for each kind of entries counts (batch, heads, lists) and a table (batch, heads,
     lists, width).
 
@@ -177,7 +187,7 @@ def padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Sequ
         place = torch.arange(int(first[-1]), device=starts.device) - first[row[chosen]]
         table[row[chosen], place] = values[chosen]
         tables += [first.diff().to(torch.int32).view(shape), table.view(*shape, width)]
-    return tuple(tables)
+    return tables
 
 
 # torch's functions whose results do not depend on the values of their tensor arguments

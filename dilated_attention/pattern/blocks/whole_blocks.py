@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, BlockPattern, Blocks, Grid, States, elements_of
-from dilated_attention.pattern.checks import as_int, check_bool, check_number, shown
+from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, SEED, BlockPattern, Blocks, Grid, States, elements_of
+from dilated_attention.pattern.checks import check_bool, check_number, shown
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,9 @@ class Strided(_AroundOwn):
     """
 
     shares_lists = True
+    limits = ("stride_blocks", 1, MAX_POSITIONS), ("local_blocks", 0, MAX_POSITIONS)
     stride_blocks: int
     local_blocks: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_int("stride_blocks", 1, MAX_POSITIONS)
-        self._check_int("local_blocks", 0, MAX_POSITIONS)
 
     def keeps_at(self, distance: Tensor) -> Tensor:
         return (distance.abs() < self.local_blocks) | (distance % self.stride_blocks == 0)
@@ -104,13 +100,9 @@ class DilatedBlocks(_AroundOwn):
     """
 
     shares_lists = True
+    limits = ("dilation", 1, MAX_POSITIONS), ("num_blocks", 1, MAX_POSITIONS)
     dilation: int
     num_blocks: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_int("dilation", 1, MAX_POSITIONS)
-        self._check_int("num_blocks", 1, MAX_POSITIONS)
 
     def keeps_at(self, distance: Tensor) -> Tensor:
         before, after = self.num_blocks // 2, (self.num_blocks - 1) // 2
@@ -134,11 +126,8 @@ class Axial(WholeBlocks):
     fewest pairs beyond the paper's.
     """
 
+    limits = (("width", 1, MAX_POSITIONS),)
     width: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_int("width", 1, MAX_POSITIONS)
 
     @property
     def is_prefix_stable(self) -> bool:  # type: ignore[override]
@@ -270,7 +259,7 @@ class RandomBlocks(WholeBlocks):
         own_block: a row that keeps any block keeps the key block of its first position. Without it, causal rows may be empty.
     """
 
-    shares_lists = True
+    shares_lists, limits = True, (SEED,)
     ratio: float
     seed: int = 0
     per_head: bool = True
@@ -278,7 +267,7 @@ class RandomBlocks(WholeBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set(ratio=checked_ratio(self.ratio), seed=checked_seed(self.seed))
+        self._set(ratio=checked_ratio(self.ratio))
         check_bool("per_head", self.per_head)
         check_bool("own_block", self.own_block)
 
@@ -344,7 +333,3 @@ def checked_ratio(value: float) -> float:
     if not 0 <= value <= 1:
         raise ValueError(f"ratio is {shown(value)}; expected a number from 0 to 1: the kept part of all pairs")
     return float(value)
-
-
-def checked_seed(seed: int) -> int:
-    return as_int("seed", seed, minimum=0, maximum=2**62 - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from dilated_attention.pattern.blocks.base import (
     ABSENT,
     FULL,
+    SEED,
     BlockPattern,
     Blocks,
     Grid,
@@ -21,7 +22,7 @@ from dilated_attention.pattern.blocks.base import (
     ordered,
     state_of,
 )
-from dilated_attention.pattern.blocks.whole_blocks import checked_seed, hashed
+from dilated_attention.pattern.blocks.whole_blocks import hashed
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
 
@@ -88,7 +89,7 @@ class LocalWindow(IntervalPattern):
     @property
     def dense_window(self) -> tuple[int | None, int | None] | None:
         # a derived class may keep other pairs
-        return self.window if type(self) is LocalWindow else None  # type: ignore[return-value]
+        return self.window if type(self) in (LocalWindow, Causal) else None  # type: ignore[return-value]
 
     def sides(self, num_positions: int) -> tuple[int, int]:
         assert isinstance(self.window, tuple)
@@ -96,7 +97,9 @@ class LocalWindow(IntervalPattern):
         return left, right
 
     def cost(self, grid: Grid) -> float:
-        return min((sum(self.sides(grid.num_positions)) + grid.q_block) / grid.k_block + 1, grid.num_columns)
+        # a side reaches no further than the sequence: in the mean side²/2N less
+        reach = sum(side - side**2 / max(2 * grid.num_positions, 1) for side in self.sides(grid.num_positions))
+        return min((reach + grid.q_block) / grid.k_block + 1, grid.num_columns)
 
     def causal(self) -> BlockPattern:
         assert isinstance(self.window, tuple)
@@ -108,23 +111,11 @@ class LocalWindow(IntervalPattern):
 
 
 @dataclass(frozen=True)
-class Causal(IntervalPattern):
+class Causal(LocalWindow):
     """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
-    is_prefix_stable = shares_lists = True
-
-    @property
-    def dense_window(self) -> tuple[int | None, int | None] | None:
-        return (None, 0) if type(self) is Causal else None
-
-    def cost(self, grid: Grid) -> float:
-        return grid.num_columns / 2 + 1
-
-    def causal(self) -> BlockPattern:
-        return self
-
-    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(positions), positions + 1
+    shares_lists = True
+    window: tuple[int | None, int | None] = field(default=(None, 0), init=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -183,12 +174,8 @@ class GlobalLocal(LocalWindow):
     multiple of the block size, global positions need no masks of single pairs.
     """
 
-    shares_lists = True
+    shares_lists, limits = True, (("global_tokens", 0, MAX_LENGTH),)
     global_tokens: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_int("global_tokens", 0)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         near = super().allowed(queries, keys, heads, num_positions)
@@ -244,13 +231,9 @@ class BigBird(GlobalLocal):
     """
 
     shares_lists = True
+    limits = *GlobalLocal.limits, ("random_blocks", 0, MAX_LENGTH), SEED  # type: ignore[assignment]
     random_blocks: int
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_int("random_blocks", 0)
-        self._set(seed=checked_seed(self.seed))
 
     @property
     def per_head(self) -> bool:
