@@ -29,7 +29,6 @@ from dilated_attention.testing import (
     inputs,
     max_error,
     plain_attention,
-    reference,
     relative_bound,
     results,
 )
@@ -48,15 +47,12 @@ BATCH = 25
 
 
 def judge(spread: Spread, parts: Sequence[Result], dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
-    """Holds the ranks' results to the whole sequence's. Small sequences are also held to the definition, row by row."""
+    """Holds the ranks' results to the whole sequence's."""
     case = spread.case
     x = inputs(case, dtype, device)
     if dtype is torch.float64:
         truth = results(plain_attention, case, x)
         bounds = {name: relative_bound(truth[name], FLOAT64_TOLERANCE, case.dropout_p) for name in truth}
-        if case.num_keys <= 12 and device == "cpu":
-            definition = results(reference, case, x)
-            assert all(max_error(truth[name], definition[name]) <= 1e-10 for name in truth)
     else:
         truth, bounds = truth_and_bounds(case, x)
         for name in ("dk", "dv"):
