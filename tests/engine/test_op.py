@@ -74,9 +74,10 @@ SMALL = Space(softcap=True, bias=True, max_length=20, head_dims=(4,))
 # drawn so that few have every option, of branches, of blocks and of both; and nothing to attend to
 CHECKED = [random_case(seed, SMALL) for seed in (22, 78, 125, 140, 163, 250)]
 CHECKED += [random_case(seed, replace(SMALL, blocks=True)) for seed in (94, 140, 163, 167, 180, 224, 250, 303, 385)]
-# whole segments: places of positions that there are not hold nothing that could be compared
+# whole segments: places of positions that there are not hold nothing that could be compared; fakes have the strides of real results
 SAVED_PATTERN = DilatedPattern((2, 4), (1, 2), "blocked", tail="zero_keys")
-SAVED = Case(pattern=SAVED_PATTERN, mixture_grad="detached", num_queries=8, num_keys=8, heads=2, kv_heads=2)
+LAYOUTS = ("heads_first",) * 4
+SAVED = Case(pattern=SAVED_PATTERN, mixture_grad="detached", num_queries=8, num_keys=8, heads=2, kv_heads=2, layouts=LAYOUTS)
 
 
 class Records(TorchDispatchMode):
