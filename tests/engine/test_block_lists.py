@@ -153,19 +153,6 @@ def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block_lists(LocalWindow(7), 5000, 1, device="cpu") is block_lists(LocalWindow(7), 5000, 1, device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"first_query": 64}, "first_query is 64; expected a multiple of the query block, 128"),
-        ({"first_query": -128}, "first_query is -128"),
-        ({"first_query": 128, "num_queries": 500}, r"queries \[128, 628\) reach beyond the 500 keys"),
-    ],
-)
-def test_refused(arguments: dict[str, int], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        block_lists(LocalWindow(3), 500, 2, device="cpu", **arguments)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("pattern", "seconds", "ops"),
