@@ -201,6 +201,25 @@ def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_caus
         assert torch.equal(bits.sum(-1), forced.sum(-1) + count)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_later_changes_a_causal_choice(seed: int) -> None:
+    """Neither other tokens after a position, nor more of them."""
+    rng = random.Random(seed)
+    block = rng.choice(SIZES)
+    pattern = TopBlocks(**[{"blocks": 6}, {"density": 0.6}, {"mass": 0.6}][seed % 3], block_size=block)  # type: ignore[arg-type]
+    N, stop = 1000, rng.randint(200, 900)
+    q, k = (torch.randn(1, N, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (seed, seed + 100))
+    other = [torch.cat([x[:, :stop], 9 - x[:, stop:]], 1) for x in (q, k)]
+    # nor where heads do not keep the block of the diagonal that a longer sequence adds
+    some = MaskFunction(lambda b, h, i, j: (j < 400) | ((h == 1) & (i == j)), block_size=block)
+    for top in (pattern, pattern & some):
+        shorter, whole, changed = (
+            top.choose(*x, is_causal=True).dense_mask(n, n, 2, is_causal=True)[:, :stop, :stop]
+            for x, n in (((q[:, :stop], k[:, :stop]), stop), ((q, k), N), (other, N))
+        )
+        assert torch.equal(shorter, whole) and torch.equal(changed, whole)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("amount", [{"blocks": 4}, {"density": 0.1}, {"density": 1.0}], ids=str)
 def test_counts_are_exact(amount: dict[str, Any], is_causal: bool) -> None:
