@@ -144,16 +144,6 @@ def test_processes_give_what_one_gives(pool: Pool, kind: str, settings: dict[str
                 assert error <= bound, f"rank {rank} of {pool.world}: E({what}) = {error:.3g} > {bound:.3g} in {dtype}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_process_is_the_other_module_to_the_bit(kind: str) -> None:
-    settings = {} if kind == "ring" else {"dropout": 0.2}
-    if "multihead" in kind:
-        settings |= {"rotary": True, "num_kv_heads": 2}
-    alone, ring = of_one(kind, **settings), make(kind, layout="zigzag", **settings)
-    given = tensors(kind, 2, torch.float64)
-    assert all(map(torch.equal, step(alone, given, is_causal=True), step(ring, given, is_causal=True)))
-
-
 def in_the_ecosystem(rank: int, world: int, kind: str) -> None:
     """Weights of either module in the other, copies, pickles, also another process's, compilation, bfloat16, refusals."""
     settings = {"rotary": True} if "multihead" in kind else {}

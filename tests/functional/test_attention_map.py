@@ -159,26 +159,3 @@ def test_a_layers_weights_give_its_output(name: str, call: str) -> None:
     out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(H // v.shape[2], 2))
     torch.testing.assert_close(layer.combine(out), layer(query, key, **options)[0], rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(layer.attention_received(query, other, **options), weights.sum(2), rtol=1e-9, atol=1e-10)
-
-
-def test_maps_work_in_inference_mode_and_have_no_gradient() -> None:
-    def both(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            attention_map(q, k, *BRANCHES, query_rows=[1], key_padding_mask=mask),
-            attention_received(q, k, *BRANCHES, key_padding_mask=mask),
-        ]
-
-    q, k = make_qk()
-    expected = both(q.requires_grad_(), k, PADDING)
-    assert not any(x.requires_grad for x in expected)
-    with torch.inference_mode():
-        assert all(map(torch.equal, both(q.clone(), k.clone(), PADDING.clone()), expected))
-
-
-def test_sinks_have_the_queries_dtype_or_float32() -> None:
-    q, k = (x.bfloat16() for x in make_qk())
-    sinks = torch.linspace(-1, 1, q.shape[2], dtype=torch.bfloat16)
-    expected = attention_received(q, k, sinks=sinks.float())
-    assert torch.equal(attention_received(q, k, sinks=sinks), expected)
-    with pytest.raises(ValueError, match="sinks has dtype"):
-        attention_received(q, k, sinks=sinks.half())

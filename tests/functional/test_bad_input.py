@@ -351,6 +351,11 @@ PLANNED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (tensors(1, 400, 400, cu_seqlens=bounds(*range(400), 7)), ValueError, "cu_seqlens is [0, 1, 2 … N = 400"),
     (ALONE | {"backend": "flash4"}, BackendUnavailable, "flash4 … cpu … sdpa_cpu"),
     (ALONE | {"backend": "sdpa_cpu", "dropout_p": 0.5}, BackendUnavailable, "sdpa_cpu … dropout … math"),
+    (
+        ALONE | {"backend": "sdpa_cpu", "bias": da.Alibi(torch.zeros(4))},
+        BackendUnavailable,
+        "no bias by position or distance (math and tiles do)",
+    ),
     (ALONE | {"pattern": Document((3, 4))}, ValueError, "lengths sum to 7 … 8 positions"),
     (ALONE | {"pattern": PerHead((WINDOW, WINDOW))}, ValueError, "2 patterns … 4 heads"),
     (ALONE | {"pattern": BlockTensor(torch.ones(3, 1, 1, dtype=torch.bool))}, ValueError, "(3, 1, 1) … 4 heads of 8 positions"),

@@ -39,11 +39,6 @@ def test_empty_shapes(backend: str, batch: int, queries: int, keys: int) -> None
         assert all(result.passes for result in measure(case, backend, torch.float32))
 
 
-def test_empty_documents_only() -> None:
-    q = torch.randn(1, 0, 2, 4)
-    assert dilated_attention(q, q, q, [4], [1], cu_seqlens=torch.tensor([0, 0, 0], dtype=torch.int32)).shape == q.shape
-
-
 # --- determinism and layouts -------------------------------------------------------------------------------------------------------
 
 USUAL = Case(pattern=DilatedPattern((6, 20), (2, 3)), batch=3, num_queries=50, num_keys=50, heads=4, kv_heads=2, lse_grad=True)

@@ -278,17 +278,6 @@ def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> R
     return run_one(spread, rank, world, whole)[0]
 
 
-def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | None, entry: int = 0) -> list[int]:
-    """Positions of a batch entry whose result is NaN where the value of the first entry at ``at`` is."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 8 * world, 2, 8, dtype=torch.float64).to(here())
-    v[0, at] = torch.nan
-    mine = slice(8 * rank, 8 * rank + 8)
-    options: dict[str, Any] = {"is_causal": True, "layout": "contiguous", "exchange": exchange, "seq_len": 8 * world}
-    out = ring_attention(q[:, mine], k[:, mine], v[:, mine], window=window, **options)
-    return (out.isnan().any(-1).any(-1)[entry].nonzero().flatten() + 8 * rank).tolist()
-
-
 def lse_gradient_of_the_last(rank: int, world: int, exchange: str, layout: str) -> float:
     """Largest error of dq, dk and dv where only the last rank's loss depends on lse."""
     torch.manual_seed(0)
