@@ -178,11 +178,6 @@ def in_the_ecosystem(rank: int, world: int, kind: str) -> None:
         torch.testing.assert_close(step(fast, parts, is_causal=True)[0], expected[0])
     half = step(copy.deepcopy(ring).bfloat16(), [x.bfloat16() for x in parts], seq_len=N)
     assert {x.dtype for x in half} == {torch.bfloat16}
-    # refused on every process, none waits
-    with pytest.raises(ValueError, match=f"a contiguous sequence of {N + world} has"):
-        step(ring, parts, seq_len=N + world)
-    with pytest.raises(ValueError, match="rows and k has"):
-        ring(parts[0], *[parts[0][:, 1:]] * (1 if "multihead" in kind else 2))
 
 
 # each of the three ops, and both ways to make a module
