@@ -27,15 +27,6 @@ from tests.helpers.pool import Pool, pool_of
 from tests.helpers.ring_cases import Spread
 from tests.helpers.strategies import cases
 
-# beside which a union's blocks are
-BRANCHES = (
-    DilatedPattern((16, 64), (1, 4)),
-    DilatedPattern((50, 2**40), (3, 2)),
-    DilatedPattern((2**40, 100, 48), (1, 5, 2), "blocked"),
-    DilatedPattern((32, 90), (2, 2), "zero"),
-    DilatedPattern((40, 150), (1, 3), branch_heads="split"),
-)
-
 
 def laid_out(spreads: Sequence[Spread], world: int) -> list[Spread]:
     """With the layouts "balanced" and "dealt", blocks dealt at random, by the names of their runs."""
@@ -58,7 +49,7 @@ def check(pool: Pool, spreads: Sequence[Spread], dtype: torch.dtype = torch.floa
     check_spreads(pool, laid_out(spreads, pool.world), dtype)
 
 
-def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPattern] = BRANCHES) -> list[Spread]:
+def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPattern]) -> list[Spread]:
     if kind == "blocks":
         return list(spreads)
     return [replace(x, case=replace(x.case, branches=choices[index % len(choices)])) for index, x in enumerate(spreads)]
@@ -70,31 +61,6 @@ def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
 
 
 NAMES = [name for name in simple_patterns(64, 64) if not name.startswith("sparsity") or name == "sparsity_big_bird"]
-
-
-def of_every_pattern(world: int) -> list[Spread]:
-    N = 64 * world + 70
-    spreads = []
-    for index, name in enumerate(NAMES):
-        # causal on one number of processes, and not on the other
-        is_causal = (index + (world in (3, 4))) % 2 == 0
-        block = [(64, 64), (128, 64), (64, 128), (128, 128)][(index + is_causal) % 4]
-        layout = ["contiguous", "zigzag", "balanced", "dealt"][(index // 2 + is_causal) % 4]
-        case = case_of(simple_patterns(N, block)[name], N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
-        spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
-    return spreads
-
-
-SIZES = (("blocks", (2, 3), (2, 3, 4)), ("union", (3,), (2,)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "pool"),
-    [pytest.param(kind, *x.values, id=f"{kind}-{x.id}", marks=x.marks) for kind, sizes, gpus in SIZES for x in worlds(*sizes, gpus=gpus)],
-)
-def test_every_pattern(kind: str, pool: Pool) -> None:
-    spreads = of_kind(kind, of_every_pattern(pool.world))
-    check(pool, spreads[: share(len(spreads))] if pool.on_gpus else spreads)
 
 
 def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
@@ -114,16 +80,16 @@ def test_a_segment_that_begins_within_a_block_is_counted_from_its_own_first_posi
 WITH_BLOCKS = cases(Space(blocks=True, softcap=True, bias=True, max_length=500, head_dims=(3,))).map(FORMS["ring"][1])
 
 
-@settings(max_examples=80)
+@pytest.mark.parametrize("pool", worlds(1, 2, 3, 4, gpus=(2, 3, 4)))
+@settings(max_examples=share(30))
 @given(
-    world=st.sampled_from((1, 2, 3, 4)),
     case=WITH_BLOCKS.filter(lambda case: isinstance(case.pattern, BlockPattern)),
     layout=st.sampled_from(["contiguous", "zigzag", "balanced", "dealt"]),
     head_steps=st.none() | st.integers(1, 3),
     seq_len_given=st.booleans(),
 )
-def test_anything_with_anything(world: int, case: Case, **ways: Any) -> None:
-    check(pool_of(world), [Spread(case=case, **ways)])
+def test_anything_with_anything(pool: Pool, case: Case, **ways: Any) -> None:
+    check(pool, [Spread(case=case, **ways)])
 
 
 # --- half precision on GPUs -------------------------------------------------------------------------------------------------------

@@ -72,20 +72,8 @@ def branch_multiplicity(case: Case, branch: int, head: int, i: int, j: int) -> i
     else:
         offset = case.pattern.head_offsets[branch][head]
     start, end = document_of(case, i)
-    if not start <= j < end:
-        return 0
-    taken = []
-    for position in range(start, end):
-        if (position - start) % length == 0:
-            taken = []
-            phase = 0
-        if phase % rate == offset:
-            taken.append(position)
-        phase += 1
-        last_of_segment = (position - start) % length == length - 1 or position == end - 1
-        if last_of_segment and i in taken:
-            return int(j in taken)
-    return 0
+    taken = [p for p in range(start, end) if (p - start) // length == (i - start) // length and (p - start) % length % rate == offset]
+    return int(i in taken and j in taken)
 
 
 def document_of(case: Case, i: int) -> tuple[int, int]:
