@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,26 @@ def test_results_go_to_views_or_are_copied_there(device: str) -> None:
 # FlashAttention-4 through torch is broken on 2.11–2.13, and a library has no business with global kernel switches
 SWITCHES = {"activate_flash_attention_impl", "use_deterministic_algorithms", "enable_flash_sdp", "enable_cudnn_sdp", "enable_math_sdp"}
 SWITCHES |= {"set_float32_matmul_precision", "sdpa_kernel", "allow_tf32"}
+
+
+def launches(node: ast.AST, guarded: bool = False) -> Iterator[tuple[int, bool]]:
+    """(line, whether it lies in a ``with`` that sets the device) of each ``kernel[grid](…)``."""
+    if isinstance(node, ast.With):
+        guarded = guarded or any(word in ast.unparse(item) for item in node.items for word in ("on_device(", "cuda.device"))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and ast.unparse(node.func.value).endswith("kernel"):
+        yield node.lineno, guarded
+    for child in ast.iter_child_nodes(node):
+        yield from launches(child, guarded)
+
+
+def test_every_kernel_is_launched_on_its_tensors_device() -> None:
+    found = [
+        (f"{path.relative_to(PACKAGE)}:{line}", guarded)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, guarded in launches(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert len(found) >= 11
+    assert [place for place, guarded in found if not guarded] == []
 
 
 @pytest.mark.slow
