@@ -25,8 +25,9 @@ from dilated_attention import DilatedPattern, attention, block_sparse_attention,
 from dilated_attention.engine.blocks.lists import clear_block_lists
 from dilated_attention.engine.branches import run_problems
 from dilated_attention.engine.ops import resolve_blocks
-from dilated_attention.pattern import BlockPattern, BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
+from dilated_attention.pattern import BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
 from dilated_attention.testing import Case, Space, call, inputs, random_case, results
+from dilated_attention.testing.oracle import block_multiplicities, multiplicities
 from tests.helpers.forms import Looks
 from tests.helpers.fused import run_fused
 from tests.helpers.op_settings import calls_of
@@ -279,39 +280,17 @@ def test_autocast_only_casts_the_inputs(backend: str, function: Function) -> Non
 # --- counted FLOPs ------------------------------------------------------------------------------------------------------------------------
 
 
-def counted(function: Function, inputs: list[torch.Tensor], *arguments: Any, **options: Any) -> tuple[int, int]:
-    with FlopCounterMode(display=False) as counter:
-        out = function(*inputs, *arguments, **options)
-        forward = counter.get_total_flops()
-        out.sum().backward()
-    return forward, counter.get_total_flops() - forward
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("pattern", [WINDOW, Sparsity(0.3, block_size=(128, 64))], ids=repr)
-@pytest.mark.parametrize(("lengths", "rates"), [(LENGTHS, RATES), ((4, 6), (3, 4)), ((2**40,), (1,))], ids=str)
-def test_counted_flops_are_those_of_the_pattern(
-    lengths: tuple[int, ...], rates: tuple[int, ...], pattern: BlockPattern, is_causal: bool
-) -> None:
-    inputs = make_qkv(2, 200, 200, 4, 2, 8)
-    of_blocks, of_branches = (
-        tuple(2 * flops for flops in each.flops(200, 4, 8, is_causal=is_causal)) for each in (pattern, DilatedPattern(lengths, rates))
-    )
-    assert counted(dilated_attention, inputs, lengths, rates, is_causal=is_causal) == of_branches
-    together = tuple(x + y for x, y in zip(of_blocks, of_branches, strict=True))
-    assert counted(block_sparse_dilated_attention, inputs, lengths, rates, pattern, is_causal=is_causal) == together
-
-
-def test_counted_flops_know_documents_offsets_and_choices() -> None:
-    inputs = make_qkv(1, 200, 200, 2, 2, 8)
-    pattern = LocalWindow((100, 7), block_size=64) & MaskFunction(lambda b, h, i, j: (i + j) % 3 > 0, block_size=64)
-    documents = counted(block_sparse_attention, inputs, pattern, cu_seqlens=torch.tensor([0, 50, 200]))
-    assert documents[0] == pattern.flops(50, 2, 8)[0] + pattern.flops(150, 2, 8)[0]
-    some = [inputs[0][:, 90:150].detach().requires_grad_(), *inputs[1:]]
-    pairs = int(pattern.dense_mask(60, 200, 2, query_offset=90).sum())
-    assert counted(block_sparse_attention, some, pattern, query_offset=90) == (4 * 8 * pairs, 10 * 8 * pairs)
-    top = TopBlocks(mass=0.5, block_size=64)
-    assert counted(block_sparse_attention, inputs, top) == top.choose(*inputs[:2]).flops(200, 2, 8)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_counted_flops_are_those_of_the_pairs(blocks: bool) -> None:
+    """Four of a pair and channel in the forward, ten in the backward; for branches, packed documents count as one sequence."""
+    for seed in range(40):
+        case = replace(random_case(seed, Space(softcap=True, bias=True, blocks=blocks, max_length=300 if blocks else 70)), padding="none")
+        case = case if case.dilated is None else replace(case, bounds=None)
+        x = inputs(case, torch.float64)
+        pairs = case.batch * int(multiplicities(case, None)[0].sum()) + (int(block_multiplicities(case, x).sum()) if blocks else 0)
+        with FlopCounterMode(display=False) as counter:
+            results(call, case, x)
+        assert counter.get_total_flops() == 14 * case.head_dim * pairs, case
 
 
 SETTINGS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {

@@ -349,15 +349,14 @@ def test_to_block_mask(name: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "expected"), [(128, 128), (64, 64), (256, 128), (192, 64)])
-@pytest.mark.parametrize("heads", [None, 3])
-def test_from_torchs_own(size: int, expected: int, heads: int | None) -> None:
+def test_from_torchs_own(size: int, expected: int) -> None:
     def mask_mod(b, h, q, k):  # type: ignore[no-untyped-def]
-        return (q - k).abs() <= (100 if heads is None else 100 + 50 * h)
+        return (q - k).abs() <= 100 + 50 * h
 
     n = 700
-    block_mask = create_block_mask(mask_mod, None, heads, n, n, device="cpu", BLOCK_SIZE=size)
+    block_mask = create_block_mask(mask_mod, None, 3, n, n, device="cpu", BLOCK_SIZE=size)
     pattern = from_block_mask(block_mask)
-    assert pattern.block_size == (expected, expected) and pattern.per_head == (heads is not None)
+    assert pattern.block_size == (expected, expected) and pattern.per_head
     wanted = torch.stack([mask_mod(0, h, torch.arange(n)[:, None], torch.arange(n)[None, :]) for h in range(3)])
     assert torch.equal(pattern.dense_mask(n, n, 3), wanted)
     assert pattern.pairs(n, 3) == int(wanted.sum())
