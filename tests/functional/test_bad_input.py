@@ -241,6 +241,8 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embed_dim": 12, "rotary": True}, ValueError, "rotary=True with head_dim 3"),
     # that kernels of float32 hold
     *(({"q": Q, "scale": scale}, ValueError, f"scale is {scale} … 1.18e-38 to 2.36e+38 … log2(e)") for scale in (1e39, 2.4e38, 1e-40)),
+    # the quotient that kernels multiply q·k by
+    ({"q": Q, "softcap": 1e-30, "scale": 1e10}, ValueError, "softcap is 1e-30 and scale is 1e"),
     # sinks
     ({"q": Q, "sinks": 1.0}, TypeError, "sinks is a float; expected a tensor … (4,)"),
     ({"q": Q, "sinks": torch.zeros(3)}, ValueError, "shape (3,); expected one score per query head, (4,)"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import dilated_attention as da
 from dilated_attention.engine import sinks as engine_sinks
 from dilated_attention.pattern import GlobalLocal
+from dilated_attention.testing import Space, call, inputs, random_case, results
 from tests.helpers.machine import ON_CPU
 
 sinks_triton = pytest.importorskip("dilated_attention.engine.sinks_triton")
@@ -34,16 +36,17 @@ def tensors(dtype: torch.dtype = torch.float64) -> Tensors:
     return tuple(x.requires_grad_() if index < 4 else x for index, x in enumerate(made))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_no_keys_and_no_sink(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_no_keys_and_no_sink(blocks: bool) -> None:
     """A sink of −inf is none; with a row that has no keys either, there is nothing to normalise, and nothing is NaN."""
-    *qkv, _, dout, dlse = tensors(dtype)
-    none = torch.full((H,), -torch.inf, dtype=dtype, requires_grad=True)
-    # no branch takes most positions of a head
-    found, truth = (da.dilated_attention(*qkv, [16], [4], is_causal=True, sinks=sinks, return_lse=True) for sinks in (none, None))
-    assert all(map(torch.equal, found, truth))
-    grads = [torch.autograd.grad(x, leaves, (dout, dlse.to(x[1].dtype))) for x, leaves in ((found, (*qkv, none)), (truth, qkv))]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=False)) and not grads[0][3].any()
+    for seed in range(30):
+        case = random_case(seed, Space(softcap=True, bias=True, blocks=blocks, max_length=150 if blocks else 40))
+        case = replace(case, mixture_grad="exact", sinks=True)
+        x = inputs(case, (torch.float64, torch.float32, torch.bfloat16)[seed % 3])
+        assert x.sinks is not None
+        found = results(call, case, replace(x, sinks=torch.full_like(x.sinks, -torch.inf)))
+        truth = results(call, replace(case, sinks=False), replace(x, sinks=None))
+        assert not found.pop("dsinks").any() and all(torch.equal(found[name], truth[name]) for name in truth), case
 
 
 @pytest.mark.parametrize("score", [-3e4, 3e4])
@@ -58,16 +61,6 @@ def test_scores_far_from_the_keys(score: float) -> None:
         torch.testing.assert_close(grads[3], dlse.sum((0, 2)))
     else:
         assert torch.equal(out, da.attention(*qkv)) and not grads[3].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_leaves_sinks_alone(dtype: torch.dtype) -> None:
-    *wide, sinks, _, _ = tensors(torch.float32)
-    with torch.autocast("cpu", dtype):
-        out = da.attention(*wide, sinks=sinks)
-    assert out.dtype is dtype and torch.equal(out, da.attention(*(x.to(dtype) for x in wide), sinks=sinks))
-    (grad,) = torch.autograd.grad(out.float().sum(), sinks)
-    assert grad.dtype is torch.float32 and bool(grad.any())
 
 
 @pytest.mark.skipif(ON_CPU and os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels")
