@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +26,7 @@ from dilated_attention.engine.blocks.lists import block_lists, clear_block_lists
 from dilated_attention.pattern import BlockTensor, LocalWindow, MaskFunction, RandomBlocks
 from dilated_attention.testing import Case, Space, measure, random_case
 from tests.helpers.op_settings import calls_of
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from tests.helpers.pattern_cases import pairs_of
 
 pytest.importorskip("triton")
 # compiled kernels take no tensors of a CPU
@@ -141,33 +139,6 @@ def test_tables_hold_every_entry_once(together: int, limit: int, of_columns: boo
 # --- flex: what it does with lists around its kernel, which a dense one stands in for ---------------------------------------------
 
 
-def listed(counts: torch.Tensor | None, table: torch.Tensor | None, num_values: int) -> torch.Tensor:
-    """How often each value stands in each row of a padded table."""
-    if counts is None or table is None:
-        return torch.zeros(())
-    assert counts.dtype is table.dtype is torch.int32 and table.shape[:-1] == counts.shape and table.is_contiguous()
-    taken = (torch.arange(table.shape[-1]) < counts[..., None]).float()
-    return torch.zeros(*counts.shape, num_values).scatter_add_(-1, table.long(), taken)
-
-
-def dense_mask(blocks: BlockMask) -> torch.Tensor:
-    """The pairs that both directions of the tables keep."""
-    (Nq, Nk), (q_block, k_block) = blocks.seq_lengths, blocks.BLOCK_SIZE
-    rows, columns = -(-Nq // q_block), -(-Nk // k_block)
-    kept = []
-    for kind in ("", "full_"):
-        tables = [getattr(blocks, f"{kind}{side}_{what}") for side in ("kv", "q") for what in ("num_blocks", "indices")]
-        by_row, by_column = listed(*tables[:2], columns), listed(*tables[2:], rows)
-        assert torch.equal(by_row, by_column.transpose(-1, -2) if by_column.dim() else by_column) and (by_row <= 1).all()
-        kept.append(by_row.bool())
-    zero, i, j = torch.zeros(()), torch.arange(Nq)[:, None], torch.arange(Nk)[None]
-
-    def spread(x: torch.Tensor) -> torch.Tensor:
-        return x.expand(kept[0].shape).repeat_interleave(q_block, -2).repeat_interleave(k_block, -1)[..., :Nq, :Nk]
-
-    return (spread(kept[0]) & blocks.mask_mod(zero, zero, i, j)) | spread(kept[1])
-
-
 def test_flex_around_its_kernel(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables, padding, caps, empty rows, merged out and lse."""
 
@@ -177,7 +148,7 @@ def test_flex_around_its_kernel(use: Use, monkeypatch: pytest.MonkeyPatch) -> No
         if settings["score_mod"] is not None:
             b, j = torch.arange(q.shape[0]).view(-1, 1, 1, 1), torch.arange(k.shape[2])
             scores = settings["score_mod"](scores, b, None, None, j)
-        scores = scores.masked_fill(~dense_mask(settings["block_mask"]), -torch.inf)
+        scores = scores.masked_fill(~pairs_of(settings["block_mask"]), -torch.inf)
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
         return weights @ v, SimpleNamespace(lse=scores.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty[..., 0], -torch.inf))

@@ -116,28 +116,18 @@ def test_a_dilated_call_runs_on_it_segment_by_segment(
 
 # --- rounding to 8 bits -----------------------------------------------------------------------------------------------------------
 
-# (batch, positions, heads, head dim, scales)
-SHAPES = [(2, 40, 4, 16, 2), (3, 3, 1, 16, 1)]
-
-
-def strided(shape: tuple[int, ...]) -> torch.Tensor:
-    """Every third position, one element large, one channel far from 0."""
-    B, N, H, D, _ = shape
-    x = torch.randn(B, N, H, D, generator=torch.Generator().manual_seed(N)).bfloat16()
-    x[..., 3] += 4
-    x[0, 0, 0, 1] = 30.0
-    return x[:, 1::3] if N > 3 else x[:, 1:2]
-
 
 @pytest.mark.parametrize("centre", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rounding_is_within_a_sixteenth_and_the_mean_is_kept(shape: tuple[int, ...], centre: bool) -> None:
-    x, num_scales = strided(shape), shape[4]
+@pytest.mark.parametrize("num_scales", [1, 2])
+def test_rounding_is_within_a_sixteenth_and_the_mean_is_kept(num_scales: int, centre: bool) -> None:
+    """Of every third position, one element large, one channel far from 0."""
+    wide = torch.randn(2, 40, 4, 16).bfloat16()
+    wide[..., 3] += 4
+    wide[0, 1, 0, 1] = 30.0
+    x = wide[:, 1::3]
     y, descale, mean = quantise(x, num_scales, centre=centre)
     P, L, G, D = x.shape
-    assert y.dtype is torch.float8_e4m3fn
-    assert y.is_contiguous()
-    assert descale.shape == (P, num_scales)
+    assert y.dtype is torch.float8_e4m3fn and y.is_contiguous() and descale.shape == (P, num_scales)
     group = G // num_scales
     back = y.float() * descale.repeat_interleave(group, 1)[:, None, :, None]
     if not centre:
@@ -145,8 +135,7 @@ def test_rounding_is_within_a_sixteenth_and_the_mean_is_kept(shape: tuple[int, .
         assert ((back - x.float()).abs() <= x.float().abs() / 16 + descale.max() * 2**-10).all()
         return
     back = back + mean.repeat_interleave(group, 1)[:, None]
-    columns = (1, 3)
-    left, right = (t.float().view(P, L, num_scales, group, D).mean(columns) for t in (back, x))
+    left, right = (t.float().view(P, L, num_scales, group, D).mean((1, 3)) for t in (back, x))
     torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
 
 

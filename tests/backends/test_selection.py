@@ -78,6 +78,9 @@ REASONS: list[tuple[str, dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
         (EXACT | {"hardware": replace(ON_HOPPER, cudnn_version=92600)}, ""),
         (EXACT | {"hardware": replace(ON_HOPPER, cudnn_version=None)}, "torch finds no cuDNN"),
     ]),
+    *((name, {"bias": True}, [({}, "takes no bias by position or distance (math and tiles do)")]) for name in ("sdpa_flash", "flash3")),
+    *((name, {"bias": True, "hardware": machine}, [({}, "")])
+      for name, machine in (("tiles", EXAMPLES["hopper"]), ("math", EXAMPLES["cpu"]))),
     ("sdpa_efficient", {"dtype": F32}, [({"extent": 2**31 - 1}, ""), ({"extent": 2**31}, str(2**31))]),
     ("flash3_fp8", {"precision": "fp8"}, [
         ({"precision": "native"}, 'computes fp8 only, not native: precision="fp8"'),

@@ -43,6 +43,15 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.cached.clear()
 
 
+def tiles_of(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
+    sizes = run_tiles.sizes
+    monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(**changes))
+
+
+def check(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    assert not [result for result in measure(case, "tiles", dtype) if not result.passes], case
+
+
 CASES = [*((seed, torch.float32, "none") for seed in SEEDS), *((seed, torch.float16, "none") for seed in (2017, 2649))]
 CASES += [*((seed, torch.float32, "plane") for seed in SEEDS[::2]), (486, torch.float32, "line"), (2649, torch.float16, "alibi")]
 
@@ -52,23 +61,20 @@ def test_random_cases_match_float64(seed: int, dtype: torch.dtype, bias: str, mo
     """float16: of bfloat16 the interpreter's ``tl.dot`` multiplies bit patterns. Half of the seeds have tiles of several parts, as long
     segments do."""
     if seed % 2:
-        sizes = run_tiles.sizes
-        monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16))
+        tiles_of(monkeypatch, rows=16)
     case = replace(random_case(seed, SPACE), bias=bias)
-    assert not [result for result in measure(case, "tiles", dtype) if not result.passes], case
+    check(case, dtype)
 
 
 @pytest.mark.parametrize("changes", [{"num_queries": 70, "query_offset": 50}, {"bounds": (0, 7, 7, 90, 120)}], ids=["part", "documents"])
 def test_segments_of_several_tiles_that_begin_anywhere(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a part of the queries, and of documents, of which a table is made from few at a time."""
-    sizes = run_tiles.sizes
-    monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=16, block=16))
+    tiles_of(monkeypatch, rows=16, block=16)
     monkeypatch.setattr(table, "_TILE", 16)
     monkeypatch.setattr(call, "_DOCUMENTS", 2)
     case = Case(pattern=DilatedPattern((20, 45, 90), (1, 2, 1)), num_queries=120, num_keys=120, heads=2, kv_heads=2, lse_grad=True)
     for is_causal in (False, True):
-        measured = measure(replace(case, is_causal=is_causal, **changes), "tiles", torch.float32)
-        assert not [result for result in measured if not result.passes]
+        check(replace(case, is_causal=is_causal, **changes))
 
 
 @pytest.mark.parametrize("seed", SEEDS[::2])
@@ -77,7 +83,7 @@ def test_problem_by_problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "runs_on_tiles", lambda *_, **__: False)
     launches = calls_of(monkeypatch, type(registry.get("tiles")), "forward", "backward")
     case = random_case(seed, SPACE)
-    assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes], case
+    check(case)
     assert launches or case.padding == "all"
 
 
@@ -91,7 +97,7 @@ def test_heads_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(random_case(seed, SPACE), dropout_p=0.3)
     calls = calls_of(monkeypatch, tiles, "_masks_of")
     monkeypatch.setattr(tiles, "transient_budget", lambda _: 1)
-    assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes], case
+    check(case)
     shares, group = {(share.batch, share.heads) for _, (_, share, _) in calls}, case.heads // case.kv_heads
     assert shares == {((b, b + 1), (h, h + group)) for b in range(case.batch) for h in range(0, case.heads, group)}
 
@@ -112,12 +118,11 @@ def test_tables_whose_making_was_interrupted_are_made_again(monkeypatch: pytest.
 @pytest.mark.parametrize("window", [None, (30, None), (None, 30), (40, 25), (25, 0)])
 def test_blocks_that_all_rows_of_a_tile_see(window: Any, masks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed without a mask, before, between and after those that some rows see a part of."""
-    sizes = run_tiles.sizes
-    monkeypatch.setattr(run_tiles, "sizes", lambda *given: sizes(*given)._replace(rows=32, block=16))
+    tiles_of(monkeypatch, rows=32, block=16)
     # of each tensor with strides of its own
     masks = masks | {"layouts": ("heads_first", "packed", "contiguous", "packed")}
     case = Case(pattern=DilatedPattern((2**62,), (1,), "zero"), num_queries=90, num_keys=90, heads=2, window=window, **masks)
-    assert not [result for result in measure(case, "tiles", torch.float32) if not result.passes]
+    check(case)
 
 
 def made(N: int = 24, heads: int = 2, batch: int = 2) -> list[torch.Tensor]:
@@ -167,11 +172,9 @@ def test_padding_in_one_word_of_a_block(begin: int, first: int) -> None:
     torch.testing.assert_close(*(attention(q, k, v, backend=name, **options) for name in ("tiles", "math")))
 
 
-@pytest.mark.parametrize(("N", "bounds"), [(0, None), (5, [0, 0, 5, 5])])
-def test_nothing_to_attend_to(N: int, bounds: list[int] | None) -> None:
-    q, k, v, _ = made(N, batch=1)
-    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    torch.testing.assert_close(*(attention(q, k, v, cu_seqlens=cu_seqlens, backend=name) for name in ("tiles", "math")))
+@pytest.mark.parametrize(("N", "bounds"), [(0, None), (5, (0, 0, 5, 5))])
+def test_nothing_to_attend_to(N: int, bounds: tuple[int, ...] | None) -> None:
+    check(Case(pattern=DilatedPattern((2**62,), (1,)), num_queries=N, num_keys=N, heads=2, kv_heads=2, bounds=bounds))
 
 
 @pytest.mark.parametrize(

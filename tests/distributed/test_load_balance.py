@@ -17,6 +17,7 @@ from dilated_attention.distributed import Layout, spans
 from dilated_attention.distributed.load_balance import pairs_of
 from dilated_attention.engine.ops.settings import DENSE, pattern_of
 from dilated_attention.pattern import BigBird, BlockPattern, Causal, Document, LocalWindow, RandomBlocks, Strided, TopBlocks
+from dilated_attention.testing.cases import random_branches
 from tests.helpers.pattern_cases import listed
 
 CPU = torch.device("cpu")
@@ -39,14 +40,6 @@ def bounds_of(draw: st.DrawFn, most: int = 60) -> list[int]:
     return sorted({0, *inner, draw(st.integers(1, most))})
 
 
-@st.composite
-def patterns(draw: st.DrawFn, heads: int) -> DilatedPattern:
-    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
-    rates = [draw(st.integers(1, min(length, 6))) for length in lengths]
-    kind = draw(st.sampled_from(["cyclic", "blocked", "zero", "split"]))
-    return DilatedPattern(tuple(lengths), tuple(rates), "cyclic" if kind == "split" else kind, "split" if kind == "split" else "all")
-
-
 def pairs_of_rows(pattern: DilatedPattern, bounds: list[int], heads: int, is_causal: bool) -> torch.Tensor:
     """Pairs of each position's query, from the pattern's definition: the mean over heads."""
     found = [
@@ -58,7 +51,9 @@ def pairs_of_rows(pattern: DilatedPattern, bounds: list[int], heads: int, is_cau
 @settings(max_examples=80)
 @given(data=st.data(), bounds=bounds_of(), heads=st.integers(1, 5), is_causal=st.booleans())
 def test_pairs_are_those_of_the_masks(data: st.DataObject, bounds: list[int], heads: int, is_causal: bool) -> None:
-    pattern = data.draw(st.one_of(st.just(pattern_of(DENSE)), patterns(heads)))
+    pattern = data.draw(
+        st.one_of(st.just(pattern_of(DENSE)), st.integers().map(lambda seed: random_branches(random.Random(seed), heads, 35, None)))
+    )
     pairs = pairs_of(pattern, list(itertools.pairwise(bounds)), heads, is_causal=is_causal, device=CPU)
     torch.testing.assert_close(pairs, pairs_of_rows(pattern, bounds, heads, is_causal), rtol=1e-12, atol=1e-9)
 
@@ -119,19 +114,12 @@ def test_packed_documents_are_balanced_for_several_patterns_at_once(seed: int, w
     assert max(held(layout)) - min(held(layout)) <= 128
     # no naive layout is
     for name in ("contiguous", "zigzag"):
-        loads = [sum(int(dense[start:end].sum()) for start, end in mine) for mine in naive(name, world)]
+        loads = [sum(int(dense[slice(*run)].sum()) for run in spans(N, rank, world, name)) for rank in range(world)]
         assert max(loads) * world / sum(loads) > layout.imbalance
     # keys of short documents do not travel, but for a few that are cut to even out the positions; and runs are few
     short = [(a, b) for a, b in itertools.pairwise(bounds) if b - a <= N // (16 * world)]
     whole = [run for run in short if any(a <= run[0] and run[1] <= b for mine in layout.runs for a, b in mine)]
     assert len(short) - len(whole) < world and max(len(mine) for mine in layout.runs) <= 30
-
-
-def naive(name: str, world: int) -> list[list[tuple[int, int]]]:
-    if name == "contiguous":
-        return [[(rank * N // world, (rank + 1) * N // world)] for rank in range(world)]
-    step = N // (2 * world)
-    return [[(rank * step, (rank + 1) * step), (N - (rank + 1) * step, N - rank * step)] for rank in range(world)]
 
 
 def test_one_document_gets_the_layouts_that_are_known() -> None:

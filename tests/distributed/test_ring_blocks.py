@@ -6,8 +6,8 @@ Over gloo, and over NCCL where GPUs are there (pytest -m gpus), also in half pre
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,25 +17,15 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
-from dilated_attention.pattern import BlockPattern, LocalWindow, RandomBlocks, with_sparsity
-from dilated_attention.testing import Case, call, inputs, max_error, results
-from dilated_attention.testing import plain_attention as plain
-from tests.distributed.test_ring import check as check_by_bounds
+from dilated_attention.pattern import BlockPattern, LocalWindow, with_sparsity
+from dilated_attention.testing import Case, Space
+from tests.distributed.test_ring import check as check_spreads
+from tests.helpers.forms import FORMS
 from tests.helpers.machine import ON_CPU, share, worlds
 from tests.helpers.pattern_cases import simple_patterns
 from tests.helpers.pool import Pool, pool_of
-from tests.helpers.ring_cases import Spread, run, together
-from tests.helpers.strategies import some_branches, some_patterns
-
-TOLERANCE = 1e-10
-# beside which a union's blocks are
-BRANCHES = (
-    DilatedPattern((16, 64), (1, 4)),
-    DilatedPattern((50, 2**40), (3, 2)),
-    DilatedPattern((2**40, 100, 48), (1, 5, 2), "blocked"),
-    DilatedPattern((32, 90), (2, 2), "zero"),
-    DilatedPattern((40, 150), (1, 3), branch_heads="split"),
-)
+from tests.helpers.ring_cases import Spread
+from tests.helpers.strategies import cases
 
 
 def laid_out(spreads: Sequence[Spread], world: int) -> list[Spread]:
@@ -55,19 +45,11 @@ def laid_out(spreads: Sequence[Spread], world: int) -> list[Spread]:
     return found
 
 
-def check(pool: Pool, spreads: Sequence[Spread], truth: Callable[..., Any] = plain) -> None:
-    """``truth``: the definition, or what one process computes."""
-    spreads = laid_out(spreads, pool.world)
-    ranks = pool.run(run, spreads)
-    for index, spread in enumerate(spreads):
-        found = together(spread, [rank[index][0] for rank in ranks])
-        wanted = results(truth, spread.case, inputs(spread.case, torch.float64, pool.device))
-        for name in wanted:
-            error = max_error(found[name].to(pool.device), wanted[name])
-            assert error <= TOLERANCE, f"E({name}) = {error:.3g} on {pool.world} ranks: {spread}"
+def check(pool: Pool, spreads: Sequence[Spread], dtype: torch.dtype = torch.float64) -> None:
+    check_spreads(pool, laid_out(spreads, pool.world), dtype)
 
 
-def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPattern] = BRANCHES) -> list[Spread]:
+def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPattern]) -> list[Spread]:
     if kind == "blocks":
         return list(spreads)
     return [replace(x, case=replace(x.case, branches=choices[index % len(choices)])) for index, x in enumerate(spreads)]
@@ -79,31 +61,6 @@ def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
 
 
 NAMES = [name for name in simple_patterns(64, 64) if not name.startswith("sparsity") or name == "sparsity_big_bird"]
-
-
-def of_every_pattern(world: int) -> list[Spread]:
-    N = 64 * world + 70
-    spreads = []
-    for index, name in enumerate(NAMES):
-        # causal on one number of processes, and not on the other
-        is_causal = (index + (world in (3, 4))) % 2 == 0
-        block = [(64, 64), (128, 64), (64, 128), (128, 128)][(index + is_causal) % 4]
-        layout = ["contiguous", "zigzag", "balanced", "dealt"][(index // 2 + is_causal) % 4]
-        case = case_of(simple_patterns(N, block)[name], N, heads=2, kv_heads=1 + index % 2, is_causal=is_causal, seed=index)
-        spreads.append(Spread(case=case, layout=layout, head_steps=1 + index % 2))
-    return spreads
-
-
-SIZES = (("blocks", (2, 3), (2, 3, 4)), ("union", (3,), (2,)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "pool"),
-    [pytest.param(kind, *x.values, id=f"{kind}-{x.id}", marks=x.marks) for kind, sizes, gpus in SIZES for x in worlds(*sizes, gpus=gpus)],
-)
-def test_every_pattern(kind: str, pool: Pool) -> None:
-    spreads = of_kind(kind, of_every_pattern(pool.world))
-    check(pool, spreads[: share(len(spreads))] if pool.on_gpus else spreads)
 
 
 def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
@@ -119,88 +76,46 @@ def test_a_segment_that_begins_within_a_block_is_counted_from_its_own_first_posi
     check(pool_of(3), [Spread(case=case)])
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_zero_keys_of_a_tail_are_those_of_one_process(world: int) -> None:
-    """The definition by a mask has none."""
-    shared = LocalWindow(40, block_size=64) | RandomBlocks(0.1, block_size=64)
-    ways: list[dict[str, Any]] = [
-        {"batch": 3},
-        {"is_causal": True},
-        {"bounds": (0, 70, 70, 71, 201, 330)},
-        {"batch": 2, "padding": "some"},
-        {"scale": 0.05},
-    ]
-    tails = [replace(branches, tail="zero_keys") for branches in BRANCHES]
-    check(pool_of(world), of_kind("union", [Spread(case=case_of(shared, 330, **way)) for way in ways], tails), call)
+# chosen by content, some cases are of branches alone: test_ring.py
+WITH_BLOCKS = cases(Space(blocks=True, softcap=True, bias=True, max_length=500, head_dims=(3,))).map(FORMS["ring"][1])
 
 
-@st.composite
-def some_spreads(draw: st.DrawFn, with_branches: bool) -> Spread:
-    kv_heads = draw(st.integers(1, 3))
-    heads = kv_heads * draw(st.integers(1, 2))
-    N = draw(st.integers(0, 500))
-    block = draw(st.sampled_from([(64, 64), (64, 128), (128, 64), (128, 128)]))
-    bounds = (0, *sorted(draw(st.lists(st.integers(0, N), max_size=3))), N) if draw(st.integers(0, 3)) == 0 else None
-    case = case_of(
-        draw(some_patterns(heads, max(N, 1), block, any_length=True)),
-        N,
-        heads=heads,
-        kv_heads=kv_heads,
-        batch=1 if bounds else draw(st.integers(1, 2)),
-        is_causal=draw(st.booleans()),
-        bounds=bounds,
-        padding="some" if N > 0 and draw(st.integers(0, 3)) == 0 else "none",
-        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.4])),
-        sinks=draw(st.booleans()),
-        **draw(st.sampled_from([{}, {}, {"softcap": 0.8}, {"bias": "alibi"}, {"bias": "plane"}])),
-        branches=draw(some_branches(heads)) if with_branches else None,
-        seed=draw(st.integers(0, 99)),
-    )
-    layout = draw(st.sampled_from(["contiguous", "zigzag", "balanced", "dealt"]))
-    head_steps = draw(st.none() | st.integers(1, 3))
-    return Spread(case=case, layout=layout, head_steps=head_steps, seq_len_given=draw(st.booleans()))
-
-
-@settings(max_examples=60)
-@given(st.sampled_from((1, 2, 3, 4)), st.booleans().flatmap(some_spreads))
-def test_anything_with_anything(world: int, spread: Spread) -> None:
-    check(pool_of(world), [spread])
+@pytest.mark.parametrize("pool", worlds(1, 2, 3, 4, gpus=(2, 3, 4)))
+@settings(max_examples=share(30))
+@given(
+    case=WITH_BLOCKS.filter(lambda case: isinstance(case.pattern, BlockPattern)),
+    layout=st.sampled_from(["contiguous", "zigzag", "balanced", "dealt"]),
+    head_steps=st.none() | st.integers(1, 3),
+    seq_len_given=st.booleans(),
+)
+def test_anything_with_anything(pool: Pool, case: Case, **ways: Any) -> None:
+    check(pool, [Spread(case=case, **ways)])
 
 
 # --- half precision on GPUs -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """What a sweep's kernels are compiled for; ``backend`` but for dropout, which it has not."""
-
-    backend: str
-    block: tuple[int, int]
-    head_dim: int
-    kv_heads: int
-    dtype: torch.dtype = torch.bfloat16
-
-
-KERNELS = {
-    "triton, 64": Kernel("triton", (64, 64), 64, 1),
-    "auto, 128": Kernel("auto", (128, 128), 128, 2),
+# backend, but for dropout, which it has not; blocks, head dim, key heads: what a sweep's kernels are compiled for
+KERNELS: dict[str, tuple[str, tuple[int, int], int, int]] = {
+    "triton, 64": ("triton", (64, 64), 64, 1),
+    "auto, 128": ("auto", (128, 128), 128, 2),
 }
 # those that exist at one length only
 OF_ONE_LENGTH = ("document", "table", "table_shared")
 
 
-def draw(world: int, seed: int, kernel: Kernel) -> Spread:
+def draw(world: int, seed: int, backend: str, block: tuple[int, int], head_dim: int, kv_heads: int) -> Spread:
     rng = random.Random(world * 100_003 + seed)
     n = rng.choice([rng.randint(70, 200), rng.randint(200, 700), 128 * world * rng.randint(1, 2)])
     bounds = (0, *sorted(rng.randint(0, n) for _ in range(rng.randint(0, 3))), n) if rng.random() < 0.2 else None
     name = rng.choice([name for name in NAMES if bounds is None or name not in OF_ONE_LENGTH])
     dropout_p = 0.3 if rng.random() < 0.1 else 0.0
     case = case_of(
-        simple_patterns(n, kernel.block)[name],
+        simple_patterns(n, block)[name],
         n,
         heads=2,
-        kv_heads=kernel.kv_heads,
-        head_dim=kernel.head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         batch=1 if bounds else rng.choice([1, 2]),
         is_causal=rng.random() < 0.5,
         bounds=bounds,
@@ -214,12 +129,11 @@ def draw(world: int, seed: int, kernel: Kernel) -> Spread:
         layout=rng.choice(["contiguous", "zigzag", "balanced", "dealt"]),
         head_steps=rng.choice([None, 1, 2]),
         seq_len_given=rng.random() < 0.7,
-        backend="auto" if dropout_p or ON_CPU else kernel.backend,
+        backend="auto" if dropout_p or ON_CPU else backend,
     )
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("pool", worlds(gpus=(2, 3, 4)))
 def test_random_calls_in_half_precision(pool: Pool, name: str) -> None:
-    kernel = KERNELS[name]
-    check_by_bounds(pool, laid_out([draw(pool.world, seed, kernel) for seed in range(share(20))], pool.world), kernel.dtype)
+    check(pool, [draw(pool.world, seed, *KERNELS[name]) for seed in range(share(20))], torch.bfloat16)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +15,20 @@ import torch.distributed as dist
 from dilated_attention import (
     Alibi,
     BackendUnavailable,
-    RingMultiheadDilatedAttention,
+    DilatedPattern,
     ring_attention,
     ring_block_sparse_attention,
     ring_block_sparse_dilated_attention,
     ring_dilated_attention,
-    shard_sequence,
 )
-from dilated_attention.distributed import Layout
+from dilated_attention.distributed import LAYOUTS, Layout
 from dilated_attention.distributed.comm import call_consistency
 from dilated_attention.distributed.comm.session import RingError
-from dilated_attention.modules import RingMultiheadBlockSparseAttention, RingMultiheadBlockSparseDilatedAttention
 from dilated_attention.pattern import LocalWindow, MaskFunction, PerHead
 from dilated_attention.testing.cases import scattered
+from tests.distributed.test_ring import check
 from tests.helpers.pool import pool_of
+from tests.helpers.ring_chosen import spread_of
 
 
 def tensors(rows: int = 8, heads: int = 4, kv_heads: int = 2, batch: int = 2, **changes: Any) -> dict[str, Any]:
@@ -131,30 +133,25 @@ def by_other_table(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor,
 
 # (arguments of all, those of rank 2, text): what one rank has of its own
 ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(
+        (BASE, {name: other}, re.escape(f"{name}: ranks 0, 1, 3 have {usual}, rank 2 has {other}"))
+        for name, usual, other in (
+            *(("segment_lengths", [4, 16], [4, 32]), ("dilation_rates", [1, 2], [1, 4]), ("head_offsets", "cyclic", "zero")),
+            *(("branch_heads", "all", "split"), ("tail", "mask", "zero_keys"), ("mixture_grad", "exact", "detached")),
+            *(("is_causal", False, True), ("scale", 8**-0.5, 0.5), ("softcap", None, 0.5), ("dropout_p", 0.0, 0.5)),
+            *(("deterministic", False, True), ("layout", "contiguous", "zigzag"), ("exchange", "auto", "all_gather")),
+            *(("seq_len", 32, None), ("seq_len", 32, 33), ("return_lse", False, True)),
+        )
+    ),
     (BASE, tensors(batch=1), r"q\.shape\[0\]: ranks 0, 1, 3 have 2, rank 2 has 1"),
     (BASE, tensors(heads=8), r"q\.shape\[2\]: ranks 0, 1, 3 have 4, rank 2 has 8"),
     (BASE, tensors(kv_heads=4), r"k\.shape\[2\]: ranks 0, 1, 3 have 2, rank 2 has 4"),
     (BASE, {name: x[..., :4] for name, x in tensors().items()}, r"q\.shape\[3\]: ranks 0, 1, 3 have 8, rank 2 has 4"),
     (BASE, {name: x.bfloat16() for name, x in tensors().items()}, r"dtype: .* have torch\.float32, rank 2 has torch\.bfloat16"),
     (BASE, tensors(rows=7), r"ranks hold \[8, 8, 7, 8\] positions; a contiguous sequence of 32 has \[8, 8, 8, 8\]"),
-    (BASE, {"segment_lengths": [4, 32]}, r"segment_lengths: .* have \[4, 16\], rank 2 has \[4, 32\]"),
-    (BASE, {"dilation_rates": [1, 4]}, r"dilation_rates: .* have \[1, 2\], rank 2 has \[1, 4\]"),
-    (BASE, {"head_offsets": "zero"}, "head_offsets: .* have cyclic, rank 2 has zero"),
-    (BASE, {"branch_heads": "split"}, "branch_heads: .* have all, rank 2 has split"),
-    (BASE, {"tail": "zero_keys"}, "tail: .* have mask, rank 2 has zero_keys"),
-    (BASE, {"mixture_grad": "detached"}, "mixture_grad: .* have exact, rank 2 has detached"),
-    (BASE, {"is_causal": True}, "is_causal: .* have False, rank 2 has True"),
-    (BASE, {"scale": 0.5}, r"scale: .* rank 2 has 0\.5"),
-    (BASE, {"softcap": 0.5}, r"softcap: .* have None, rank 2 has 0\.5"),
     (BASE, {"sinks": torch.zeros(4)}, "sinks: .* have None, rank 2 has given"),
     (BASE, {"bias": Alibi(torch.zeros(4))}, "bias: .* have None, rank 2 has by position"),
-    (BASE, {"dropout_p": 0.5}, r"dropout_p: .* rank 2 has 0\.5"),
-    (BASE, {"deterministic": True}, "deterministic: .* rank 2 has True"),
     (BASE, {"leaf": True}, "requires_grad: .* have False, rank 2 has True"),
-    (BASE, {"layout": "zigzag"}, "layout: .* have contiguous, rank 2 has zigzag"),
-    (BASE, {"exchange": "all_gather"}, "exchange: .* have auto, rank 2 has all_gather"),
-    (BASE, {"seq_len": None}, "seq_len: .* have 32, rank 2 has None"),
-    (BASE, {"seq_len": 33}, "seq_len: .* have 32, rank 2 has 33"),
     (BASE, {"key_padding_mask": torch.zeros(2, 8, dtype=torch.bool)}, "key_padding_mask: .* have None, rank 2 has given"),
     (
         tensors(batch=1, cu_seqlens=BOUNDS * 4) | BASE,
@@ -163,7 +160,6 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({}, {"window": (1, 2)}, "window: ranks 0, 1, 3 have None, rank 2 has"),
     (BASE, {"backend": "flash4"}, "kernels: ranks 0, 1, 3 have available, rank 2 has unavailable: backend='flash4' cannot compute"),
-    (BASE, {"return_lse": True}, "return_lse: .* have False, rank 2 has True"),
     # one branch as long as any sequence is the other function, and nothing more is told
     (
         BASE,
@@ -268,54 +264,20 @@ def test_groups_are_refused() -> None:
         assert not_in == "no error" if rank < 2 else f"ValueError: global rank {rank} is not in the group" in not_in
 
 
-EMPTY: list[tuple[str, dict[str, Any]]] = [
-    *(("dense", {"layout": layout}) for layout in ("contiguous", "zigzag", "striped")),
-    *(("dense", {"exchange": exchange}) for exchange in ("all_gather", "all_to_all")),
-    ("dense", {"window": 2}),
-    ("dense", {"is_causal": True, "dropout_p": 0.5}),
-    ("dilated", {}),
-    ("dilated", {"mixture_grad": "detached"}),
-    ("dilated", {"tail": "zero_keys", "branch_heads": "split"}),
-    ("blocks", {}),
-    ("blocks", {"layout": "zigzag", "is_causal": True}),
-]
-
-
-def empty(rank: int, world: int, batch: int, length: int) -> int:
-    """Calls and modules on a batch of 0, or on fewer positions than ranks: shapes as on one process, and gradients to match."""
-    done = 0
-    for kind, arguments in EMPTY:
-        for padded in (False, True):
-            layout = arguments.get("layout", "contiguous")
-            full = [torch.randn(batch, length, 4, 8) for _ in range(3)] + [torch.zeros(batch, length, dtype=torch.bool)]
-            *shards, padding = shard_sequence(None, full, [1] * 4, layout=layout)
-            leaves = [x.requires_grad_() for x in shards]
-            more = arguments | {"layout": layout, "seq_len": length, "key_padding_mask": padding if padded else None, "return_lse": True}
-            if kind == "dense":
-                out, lse = ring_attention(*leaves, **more)
-            elif kind == "dilated":
-                out, lse = ring_dilated_attention(*leaves, [2, 16], [1, 2], **more)
-            else:
-                out, lse = ring_block_sparse_attention(*leaves, LocalWindow(64, block_size=64), **more)
-            assert out.shape == leaves[0].shape and lse.shape == (batch, 4, leaves[0].shape[1])
-            (out.sum() if arguments.get("mixture_grad") else out.sum() + lse.sum()).backward()
-            for x in leaves:
-                assert x.grad is not None and x.grad.shape == x.shape and x.grad.isfinite().all()
-            done += 1
-    x = torch.randn(batch, len(range(rank, length, world)), 32, requires_grad=True)
-    for module in (
-        RingMultiheadDilatedAttention(32, 4, [2, 16], [1, 2]),
-        RingMultiheadBlockSparseAttention(32, 4, LocalWindow(64, block_size=64)),
-        RingMultiheadBlockSparseDilatedAttention(32, 4, [2, 16], [1, 2], LocalWindow(64, block_size=64)),
-    ):
-        out, _ = module(x, seq_len=length)
-        out.sum().backward()
-        assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
-        done += 1
-    return done
-
-
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("batch", "length"), [(0, 16), (0, 0), (2, 0), (2, 1)])
-def test_nothing_is_attended_to_as_on_one_process(batch: int, length: int) -> None:
-    assert empty(0, 1, batch, length) == 2 * len(EMPTY) + 3
-    assert pool_of(2).run(empty, batch, length) == [2 * len(EMPTY) + 3] * 2
+def test_nothing_is_attended_to_as_on_one_process(batch: int, length: int, world: int) -> None:
+    """A batch of 0, or fewer positions than ranks."""
+    branches, blocks = DilatedPattern((2, 16), (1, 2)), LocalWindow(64, block_size=64)
+    ways: list[dict[str, Any]] = [
+        *({"layout": layout} for layout in LAYOUTS),
+        {"exchange": "all_to_all"},
+        {"window": (2, 2)},
+        {"is_causal": True, "dropout_p": 0.5},
+        {"pattern": branches},
+        {"pattern": branches, "mixture_grad": "detached", "lse_grad": False},
+        {"pattern": replace(branches, tail="zero_keys", branch_heads="split")},
+        {"pattern": blocks},
+        {"pattern": blocks, "layout": "zigzag", "is_causal": True},
+    ]
+    check(pool_of(world), [spread_of(n=length, batch=batch, padding=padding, **way) for way in ways for padding in ("none", "some")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from dilated_attention.backends.torch_ops.math import band_mask
 from dilated_attention.engine.blocks import selection
-from dilated_attention.engine.blocks.lists import bits_of_lists, block_lists, lists_of_kept
+from dilated_attention.engine.blocks.lists import bits_of_lists, lists_of_kept
 from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.pattern import (
     BlockPattern,
@@ -264,42 +263,6 @@ def test_compositions_with_static_patterns() -> None:
         PerHead([a, top])
     with pytest.raises(TypeError):
         top | 3  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: TopBlocks(), ValueError, "none of blocks, density and mass given"),
-        (lambda: TopBlocks(3, density=0.5), ValueError, "exactly one"),
-        (lambda: TopBlocks(0), ValueError, "blocks is 0"),
-        (lambda: TopBlocks(0.1), TypeError, "blocks is 0.1"),  # type: ignore[arg-type]
-        (lambda: TopBlocks(density=0), ValueError, "density is 0"),
-        (lambda: TopBlocks(density=20), ValueError, "for a number of blocks use blocks="),
-        (lambda: TopBlocks(mass=float("nan")), ValueError, "mass is nan"),
-        (lambda: TopBlocks(mass="0.9"), TypeError, "mass is '0.9'"),  # type: ignore[arg-type]
-        (lambda: TopBlocks(1, always=3), TypeError, "always is 3"),  # type: ignore[arg-type]
-        (lambda: TopBlocks(1, within=TopBlocks(2)), ValueError, "within is TopBlocks"),
-        (lambda: TopBlocks(1, always=LocalWindow(3, block_size=64)), ValueError, "give both the same block_size"),
-        (lambda: TopBlocks(1, pool="max"), ValueError, "pool is 'max'"),
-        (lambda: TopBlocks(1, queries="all"), ValueError, "queries is 'all'"),
-        (lambda: TopBlocks(1, near="first"), TypeError, "near is 'first'"),  # type: ignore[arg-type]
-        (lambda: TopBlocks(1, block_size=32), ValueError, "block_size is 32"),
-        (lambda: TopBlocks(1).choose(torch.randn(1, 8, 3, 4), torch.randn(1, 8, 2, 4)), ValueError, "multiple of the key/value heads"),
-        (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 8, 1, 4)), ValueError, "query_offset is 0"),
-        (lambda: TopBlocks(1).choose(*(torch.randn(2, 8, 1, 4),) * 2).density(8), ValueError, r"chosen\[b\]"),
-        (lambda: TopBlocks(1).choose(*(torch.randn(1, 8, 1, 4),) * 2).density(9), ValueError, r"choose\(q, k\) again"),
-        (lambda: TopBlocks(1).choose(torch.randn(1, 9, 1, 4), torch.randn(1, 200, 1, 4), query_offset=130).pairs(200), ValueError,
-        "with these queries"),
-        *((lambda change=change: TopBlocks(**change).density(500), ValueError, r"call choose\(q, k\)") for change in (
-            {"mass": 0.5}, {"density": 0.5, "always": LocalWindow(5)}, {"blocks": 1, "within": LocalWindow(500)}, {"blocks": 2})),
-        # without tensors there is no mask
-        *((lambda ask=ask: ask(TopBlocks(density=0.1)), ValueError, r"TopBlocks\(density=0.1, .*call its choose\(q, k\)") for ask in (
-            lambda x: x.dense_mask(256, 256, 1), lambda x: x.show(256), lambda x: block_lists(x, 256, 1, device="cpu"))),
-    ],
-)  # fmt: skip
-def test_bad_input(make: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        make()
 
 
 def test_autocast_does_not_round_scores() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention import BackendUnavailable, attention, block_sparse_attention, dilated_attention
+from dilated_attention import BackendUnavailable
 from dilated_attention.backends import Hardware
 from dilated_attention.engine.decode.dispatch import torch_decode
 from dilated_attention.engine.decode.keys import Cached, RowKeys, row_keys
@@ -32,6 +32,7 @@ from dilated_attention.pattern import (
     TopBlocks,
     with_sparsity,
 )
+from dilated_attention.testing import Case, Inputs, plain_attention
 from dilated_attention.testing.cases import random_branches
 
 D = 8
@@ -60,14 +61,12 @@ PATTERNS: dict[str, DilatedPattern | BlockPattern | int | None] = {
 
 
 def forward(pattern: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> Any:
-    """(out, lse) of the whole sequence."""
-    options: dict[str, Any] = {"is_causal": True, "return_lse": True, "sinks": sinks}
-    if pattern is None or isinstance(pattern, int):
-        return attention(q, k, v, window=None if pattern is None else (pattern, 0), **options)
-    if isinstance(pattern, BlockPattern):
-        return block_sparse_attention(q, k, v, pattern, **options)
-    options |= {"head_offsets": pattern.head_offsets, "branch_heads": pattern.branch_heads}
-    return dilated_attention(q, k, v, pattern.segment_lengths, pattern.dilation_rates, **options)
+    """(out, lse) of the whole sequence, by the definition."""
+    is_pattern, (batch, n, heads, _) = isinstance(pattern, DilatedPattern | BlockPattern), q.shape
+    sizes: dict[str, Any] = {"batch": batch, "num_queries": n, "num_keys": n, "heads": heads, "kv_heads": k.shape[2], "head_dim": D}
+    window = None if is_pattern else (pattern, 0)
+    case = Case(pattern=pattern if is_pattern else DilatedPattern((2**62,), (1,)), is_causal=True, window=window, **sizes)
+    return plain_attention(case, Inputs(q, k, v, q, q, None, None, sinks), q, k, v)
 
 
 def choice(pattern: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends.merge import merge_, merge_onto
-from dilated_attention.engine.branches import launches, places
+from dilated_attention.engine.branches import places
 from dilated_attention.engine.branches.places import Layout, layout_of
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.testing import max_error
@@ -173,20 +173,6 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
     assert stages[0].before is None
     for stage in stages[1:]:
         assert stage.before is not None and stage.pattern.branches[stage.before] == (n, 1)
-
-
-@pytest.mark.parametrize(("heads", "head_dim", "forward"), [(16, 128, 0), (20, 64, 2**29)])
-def test_a_million_positions_of_longnet_keep_to_the_budget(heads: int, head_dim: int, forward: int) -> None:
-    """The paper's geometric branches: parts of the forward within 5 % of q, k and v or 512 MiB, of the backward within 1 GiB."""
-    n, pattern = 2**20, DilatedPattern([2048 << i for i in range(5)], [1 << i for i in range(5)])
-    shape, size, width = whole_shape(heads, heads, n, False), (1, head_dim, 2), 2 * head_dim
-    limits = max(forward, places.input_bytes(shape, size) // 20), 2**30
-    for is_backward, row_bytes, limit in zip((False, True), (width + 4, 3 * width), limits, strict=True):
-        (cut,) = places.stages_of(pattern, shape, size, is_backward)
-        layout = layout_of(pattern, whole_shape(heads, heads, cut.positions, False), False, (0, cut.heads))
-        # the launch on each stream of a backward sums dq in float32
-        of_launch = is_backward * launches.PART_BYTES["cuda"]
-        assert cut.concurrent * (cut.heads * layout.num_places * row_bytes + of_launch) <= limit and cut.positions % 32768 == 0
 
 
 def test_only_a_call_with_detached_mixing_saves_outputs_of_branches_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

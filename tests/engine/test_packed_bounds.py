@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from dilated_attention import attention_map, attention_received, block_sparse_attention
-from dilated_attention.engine.ops.resolve import ResolvedDilated
 from dilated_attention.models import LongNetLM
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.pattern import TopBlocks
-from tests.helpers.op_settings import settings
 from tests.helpers.pool import pool_of
 from tests.helpers.transform_cases import functions
 
@@ -102,11 +100,3 @@ def _steps_of_a_ring(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CALLS if "ring" in name])
 def test_two_ranks_read_a_tensor_anew(name: str) -> None:
     pool_of(2).run(_steps_of_a_ring, name)
-
-
-def test_a_call_that_may_save_and_one_that_may_not_share_no_record() -> None:
-    """Of the same bounds: outside an op, a forward over documents may save tensors whose size an op's fake implementation does not know."""
-    call, cu = ResolvedDilated(settings(detached=True, needs_grad=True), "cpu"), fresh(100)
-    saves, op = call.with_documents(cu, N, saves=True), call.with_documents(cu, N)
-    assert saves.saves_documents and not op.saves_documents
-    assert call.with_documents(cu, N, saves=True) is saves and call.with_documents(cu, N) is op

@@ -13,8 +13,7 @@ import torch
 
 from dilated_attention import DilatedPattern
 from dilated_attention.backends import Options, detect, registry
-from dilated_attention.engine.branches import run_problems
-from dilated_attention.engine.branches.launches import Masks, Rows, launches_of, problems_at_once
+from dilated_attention.engine.branches.launches import Rows, launches_of, problems_at_once
 from dilated_attention.engine.branches.problems import Problem, Shape, problems_of
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
@@ -173,30 +172,6 @@ def test_a_gradient_summed_in_float32_is_not_rounded_before_that_of_lse_is_added
     summing: Any = Summing()
     _, dk, _ = shares(summing, (q, q, k, k, q, lse), Options(scale=1.0), lse)
     assert torch.equal(dk, 2 * share)
-
-
-def test_a_launch_into_given_views_has_the_gradient_of_lse_that_its_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend is not given it; with and without views, the gradients are those of a backend that takes it."""
-    q, k, v, dout = (torch.randn(1, 7, 2, 4, dtype=torch.float64) for _ in range(4))
-    backend, dlse = registry.get("math"), torch.randn(1, 2, 7, dtype=torch.float64)
-    call = settings_of_call(branches=((7,), (1,), "zero", "all", "mask"), backend="math")
-    forward, backward = (prepare.make_plan(call, (q, k, v, *[q] * 2 * x), x) for x in (False, True))
-    assert forward.one_launch and backward.one_launch
-    out, lse = run_problems.forward(forward, q, k, v, Masks(), None)
-    tensors = dout, q, k, v, out, lse
-    expected = run_problems.backward(backward, tensors, Masks(), dlse, None)
-    own = type(backend).backward
-
-    def refuse(self: Any, *given: Any, dlse: Any = None, **more: Any) -> Any:
-        assert dlse is None
-        return own(self, *given, **more)
-
-    monkeypatch.setattr(type(backend), "backward", refuse)
-    monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, lse_grad=False, writes_views=True))
-    into = tuple(torch.full((1, 9, 2, 4), torch.nan, dtype=torch.float64)[:, 1:-1] for _ in range(3))
-    for found in (run_problems.backward(backward, tensors, Masks(), dlse, None, view) for view in (None, into)):
-        torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(into, expected)
 
 
 # what each setting is to the choice of a backend: a field of the request, "by name", or "" where every kernel computes it, since it

@@ -240,6 +240,8 @@ CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embed_dim": 12, "rotary": True}, ValueError, "rotary=True with head_dim 3"),
     # that kernels of float32 hold
     *(({"q": Q, "scale": scale}, ValueError, f"scale is {scale} … 1.18e-38 to 2.36e+38 … log2(e)") for scale in (1e39, 2.4e38, 1e-40)),
+    # the quotient that kernels multiply q·k by
+    ({"q": Q, "softcap": 1e-30, "scale": 1e10}, ValueError, "softcap is 1e-30 and scale is 1e"),
     # sinks
     ({"q": Q, "sinks": 1.0}, TypeError, "sinks is a float; expected a tensor … (4,)"),
     ({"q": Q, "sinks": torch.zeros(3)}, ValueError, "shape (3,); expected one score per query head, (4,)"),
@@ -350,6 +352,11 @@ PLANNED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (tensors(1, 400, 400, cu_seqlens=bounds(*range(400), 7)), ValueError, "cu_seqlens is [0, 1, 2 … N = 400"),
     (ALONE | {"backend": "flash4"}, BackendUnavailable, "flash4 … cpu … sdpa_cpu"),
     (ALONE | {"backend": "sdpa_cpu", "dropout_p": 0.5}, BackendUnavailable, "sdpa_cpu … dropout … math"),
+    (
+        ALONE | {"backend": "sdpa_cpu", "bias": da.Alibi(torch.zeros(4))},
+        BackendUnavailable,
+        "no bias by position or distance (math and tiles do)",
+    ),
     (ALONE | {"pattern": Document((3, 4))}, ValueError, "lengths sum to 7 … 8 positions"),
     (ALONE | {"pattern": PerHead((WINDOW, WINDOW))}, ValueError, "2 patterns … 4 heads"),
     (ALONE | {"pattern": BlockTensor(torch.ones(3, 1, 1, dtype=torch.bool))}, ValueError, "(3, 1, 1) … 4 heads of 8 positions"),

@@ -11,7 +11,6 @@ import torch
 
 import dilated_attention as da
 from dilated_attention.engine.ops.resolve import ResolvedCall
-from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.largest import Largest
 
@@ -88,13 +87,3 @@ def test_a_number_that_no_row_reads_changes_no_gradient(backend: str) -> None:
     torch.testing.assert_close(gradient(spoilt), gradient(k))
     spoilt[0, 3, 1] = torch.nan
     assert gradient(spoilt).isnan().tolist() == [False, True, False, False]
-
-
-def test_explain_names_who_computes_it() -> None:
-    q, k, v, slopes, _ = tensors(dtype=torch.float32)
-    with pytest.raises(da.BackendUnavailable, match=r"no bias by position or distance \(math and tiles do\)"):
-        da.attention(q, k, v, bias=da.Alibi(slopes), backend="sdpa_cpu")
-    rows = {row.name: row for row in da.explain_backend(hardware=EXAMPLES["hopper"], bias=True).rows}
-    assert "takes no bias by position or distance (math and tiles do)" in rows["sdpa_flash"].reasons
-    assert rows["math"].usable and da.explain_backend(device="cpu", bias=True).forward == "math"
-    assert not any("bias" in reason for name in ("math", "tiles") for reason in rows[name].reasons)

@@ -6,6 +6,7 @@ import functools
 
 import torch
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask
 
 from dilated_attention.pattern import (
     Axial,
@@ -111,3 +112,29 @@ def _written_out(lists: BlockLists, tiles: torch.Tensor, num_heads: int) -> torc
     blocks[where] = tiles
     mask = blocks.transpose(1, 2).reshape(lists.num_groups, lists.num_rows * lists.q_block, lists.num_columns * lists.k_block)
     return mask[:, : lists.num_queries, : lists.num_keys].expand(num_heads, -1, -1)
+
+
+def pairs_of(blocks: BlockMask, num_heads: int = 1) -> torch.Tensor:
+    """bool (batch, heads, num_queries, num_keys): the pairs that both directions of a BlockMask's tables keep."""
+    (Nq, Nk), (q_block, k_block) = blocks.seq_lengths, blocks.BLOCK_SIZE
+    kept = []
+    for kind in ("", "full_"):
+        by_row, by_column = (
+            _counted(*(getattr(blocks, f"{kind}{side}_{what}") for what in ("num_blocks", "indices")), -(-n // block))
+            for side, n, block in (("kv", Nk, k_block), ("q", Nq, q_block))
+        )
+        assert torch.equal(by_row, by_column.transpose(-1, -2) if by_column.dim() else by_column) and (by_row <= 1).all()
+        kept.append(by_row.bool())
+    zero, heads, i, j = torch.tensor(0), torch.arange(num_heads).view(-1, 1, 1), torch.arange(Nq)[:, None], torch.arange(Nk)[None]
+    some, whole = (x.expand(kept[0].shape).repeat_interleave(q_block, -2).repeat_interleave(k_block, -1)[..., :Nq, :Nk] for x in kept)
+    assert not (some & whole).any()
+    return (some & blocks.mask_mod(zero, heads, i, j)) | whole
+
+
+def _counted(counts: torch.Tensor | None, table: torch.Tensor | None, num_values: int) -> torch.Tensor:
+    """How often each value stands in each row of a padded table."""
+    if counts is None or table is None:
+        return torch.zeros(())
+    assert counts.dtype is table.dtype is torch.int32 and table.shape[:-1] == counts.shape and table.is_contiguous()
+    taken = (torch.arange(table.shape[-1]) < counts[..., None]).float()
+    return torch.zeros(*counts.shape, num_values).scatter_add_(-1, table.long(), taken)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, ring_attention, ring_dilated_attention
+from dilated_attention import DilatedPattern, ring_dilated_attention
 from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, spans
 from dilated_attention.distributed.ring_pass import why_no_heads
 from dilated_attention.pattern import BlockPattern
@@ -276,17 +276,6 @@ def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> R
     in_subgroup(rank, world, ranks, [spread], as_mesh=False)
     whole = dist.new_group(list(range(world)))
     return run_one(spread, rank, world, whole)[0]
-
-
-def rows_with_nan(rank: int, world: int, at: int, exchange: str, window: int | None, entry: int = 0) -> list[int]:
-    """Positions of a batch entry whose result is NaN where the value of the first entry at ``at`` is."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 8 * world, 2, 8, dtype=torch.float64).to(here())
-    v[0, at] = torch.nan
-    mine = slice(8 * rank, 8 * rank + 8)
-    options: dict[str, Any] = {"is_causal": True, "layout": "contiguous", "exchange": exchange, "seq_len": 8 * world}
-    out = ring_attention(q[:, mine], k[:, mine], v[:, mine], window=window, **options)
-    return (out.isnan().any(-1).any(-1)[entry].nonzero().flatten() + 8 * rank).tolist()
 
 
 def lse_of_the_last(rank: int, world: int, spread: Spread) -> Result:

@@ -7,10 +7,9 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from dilated_attention import DilatedPattern
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import Case, Space, random_case
-from dilated_attention.testing.cases import random_blocks, random_branches
+from dilated_attention.testing.cases import random_blocks
 
 T = TypeVar("T")
 
@@ -38,8 +37,3 @@ def cases(draw: st.DrawFn, space: Space | None = None) -> Case:
 def some_patterns(draw: st.DrawFn, heads: int, length: int, block: tuple[int, int], *, any_length: bool) -> BlockPattern:
     """``any_length``: a pattern that exists at every length."""
     return random_blocks(_Draws(draw), heads, length, block, any_length=any_length)
-
-
-@st.composite
-def some_branches(draw: st.DrawFn, heads: int) -> DilatedPattern:
-    return random_branches(_Draws(draw), heads, 100, None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,14 +13,10 @@ from dilated_attention.distributed.comm.p2p import Wire
 
 @dataclass
 class Traffic:
-    """Bytes; ``sent_to`` by the peer's rank within the group."""
+    """Bytes."""
 
+    sent: int = 0
     received: int = 0
-    sent_to: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def sent(self) -> int:
-        return self.sent_to.total()
 
 
 @contextlib.contextmanager
@@ -31,7 +26,7 @@ def traffic() -> Iterator[Traffic]:
 
     def counting(wire: Wire, sent: Any, send_counts: Any, came: Any, counts: Any, what: str) -> Any:
         seen.received += sum(part.nbytes for part in came.split(counts))
-        seen.sent_to.update({peer: part.nbytes for peer, part in enumerate(sent.split(send_counts)) if len(part)})
+        seen.sent += sum(part.nbytes for part in sent.split(send_counts))
         return start(wire, sent, send_counts, came, counts, what)
 
     with mock.patch.object(Wire, "start", counting):

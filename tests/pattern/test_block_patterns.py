@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dilated_attention import pattern as patterns
 from dilated_attention.backends import AttentionRequest
+from dilated_attention.engine.blocks.lists import block_lists
 from dilated_attention.engine.ops.settings import as_dense, dense_form
 from dilated_attention.factory import EXAMPLES
 from dilated_attention.pattern import (
@@ -35,6 +37,7 @@ from dilated_attention.pattern import (
     PerHead,
     RandomBlocks,
     Strided,
+    TopBlocks,
     from_block_mask,
     pattern_from_spec,
     to_block_mask,
@@ -44,7 +47,7 @@ from dilated_attention.pattern.blocks import base
 from dilated_attention.pattern.blocks.compose import KINDS, Intersection
 from dilated_attention.testing.cases import random_blocks
 from tests.helpers.op_settings import settings as settings_of_call
-from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, compositions, lattice, listed, simple_patterns
+from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, compositions, lattice, listed, pairs_of, simple_patterns
 
 ALL_SIMPLE = sorted(simple_patterns(64, 64))
 
@@ -333,56 +336,32 @@ def test_a_new_pattern_needs_one_method(is_causal: bool) -> None:
 # --- BlockMask ---
 
 
-def dense_of(block_mask: BlockMask, n: int, heads: int, *, by_columns: bool = False) -> torch.Tensor:
-    """Kept pairs of a BlockMask from its lists, of rows or of columns, and its mask function."""
-    q_block, k_block = block_mask.BLOCK_SIZE
-    mask = torch.zeros(heads, n, n, dtype=torch.bool)
-    sides = ("q_num_blocks", "q_indices") if by_columns else ("kv_num_blocks", "kv_indices")
-    for prefix in ("", "full_"):
-        counts, indices = (getattr(block_mask, prefix + name) for name in sides)
-        for head in range(heads):
-            group = head if counts.shape[1] > 1 else 0
-            for i, count in enumerate(counts[0, group].tolist()):
-                for j in indices[0, group, i, :count].tolist():
-                    row, column = (j, i) if by_columns else (i, j)
-                    queries = torch.arange(row * q_block, min((row + 1) * q_block, n))[:, None]
-                    keys = torch.arange(column * k_block, min((column + 1) * k_block, n))[None, :]
-                    zero = torch.zeros((), dtype=torch.int64)
-                    kept = torch.ones((), dtype=torch.bool) if prefix else block_mask.mask_mod(zero, zero + head, queries, keys)
-                    assert not mask[head, queries, keys].any()
-                    mask[head, queries, keys] = kept
-    return mask
-
-
 @pytest.mark.parametrize("name", ALL_SIMPLE)
 def test_to_block_mask(name: str) -> None:
     for n, block_size, is_causal in ((300, (128, 64), False), (515, 64, True), (512, 128, True)):
         pattern = simple_patterns(n, block_size)[name]
         block_mask = to_block_mask(pattern, n, HEADS, is_causal=is_causal)
         wanted = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
-        assert torch.equal(dense_of(block_mask, n, HEADS), wanted)
-        assert torch.equal(dense_of(block_mask, n, HEADS, by_columns=True), wanted)
+        assert torch.equal(pairs_of(block_mask, HEADS).expand(1, HEADS, n, n)[0], wanted)
         assert block_mask.seq_lengths == (n, n) and block_mask.kv_indices.dtype is torch.int32
         # as narrow as the longest list; FlexAttention on the CPU asks for whole rows
         assert block_mask.q_indices.shape[-1] == max(1, int(max(block_mask.q_num_blocks.max(), block_mask.full_q_num_blocks.max())))
         assert block_mask.kv_indices.shape[-1] == -(-n // pattern.k_block)
         # exact outside the lists, too
         q, k = torch.arange(n)[:, None], torch.arange(n)[None, :]
-        for head in range(HEADS):
-            found = block_mask.mask_mod(torch.tensor(0), torch.tensor(head), q, k)
-            assert torch.equal(found.broadcast_to(n, n), wanted[head])
+        found = block_mask.mask_mod(torch.tensor(0), torch.arange(HEADS).view(-1, 1, 1), q, k)
+        assert torch.equal(found.broadcast_to(HEADS, n, n), wanted)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(128, 128), (64, 64), (256, 128), (192, 64)])
-@pytest.mark.parametrize("heads", [None, 3])
-def test_from_torchs_own(size: int, expected: int, heads: int | None) -> None:
+def test_from_torchs_own(size: int, expected: int) -> None:
     def mask_mod(b, h, q, k):  # type: ignore[no-untyped-def]
-        return (q - k).abs() <= (100 if heads is None else 100 + 50 * h)
+        return (q - k).abs() <= 100 + 50 * h
 
     n = 700
-    block_mask = create_block_mask(mask_mod, None, heads, n, n, device="cpu", BLOCK_SIZE=size)
+    block_mask = create_block_mask(mask_mod, None, 3, n, n, device="cpu", BLOCK_SIZE=size)
     pattern = from_block_mask(block_mask)
-    assert pattern.block_size == (expected, expected) and pattern.per_head == (heads is not None)
+    assert pattern.block_size == (expected, expected) and pattern.per_head
     wanted = torch.stack([mask_mod(0, h, torch.arange(n)[:, None], torch.arange(n)[None, :]) for h in range(3)])
     assert torch.equal(pattern.dense_mask(n, n, 3), wanted)
     assert pattern.pairs(n, 3) == int(wanted.sum())
@@ -411,6 +390,10 @@ def test_a_function_is_never_asked_about_everything_at_once() -> None:
     assert largest <= 4 * 60 * 128**2
 
 
+def chosen(q_shape: tuple[int, ...], k_shape: tuple[int, ...] | None = None, **options: Any) -> Any:
+    return TopBlocks(1).choose(torch.randn(q_shape), torch.randn(k_shape or q_shape), **options)
+
+
 WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
     ValueError: [
         (lambda: LocalWindow(3, block_size=32), "block_size is 32; expected 64 or 128"),
@@ -434,6 +417,25 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: from_block_mask(mask_of(size=96)), r"BLOCK_SIZE \(96, 96\)"),
         (lambda: from_block_mask(mask_of(batch=2)), "block_mask has 2 batch entries and a pattern holds for the whole batch; choose one"),
         (lambda: from_block_mask(mask_of(batch=2), batch=2), "batch is 2; block_mask has 2 batch entries: expected 0 to 1"),
+        (lambda: TopBlocks(), "none of blocks, density and mass given"),
+        (lambda: TopBlocks(3, density=0.5), "exactly one"),
+        (lambda: TopBlocks(0), "blocks is 0"),
+        (lambda: TopBlocks(density=20), "for a number of blocks use blocks="),
+        (lambda: TopBlocks(mass=float("nan")), "mass is nan"),
+        (lambda: TopBlocks(1, within=TopBlocks(2)), "within is TopBlocks"),
+        (lambda: TopBlocks(1, always=LocalWindow(3, block_size=64)), "give both the same block_size"),
+        (lambda: TopBlocks(1, pool="max"), "pool is 'max'"),
+        (lambda: TopBlocks(1, queries="all"), "queries is 'all'"),
+        (lambda: chosen((1, 8, 3, 4), (1, 8, 2, 4)), "multiple of the key/value heads"),
+        (lambda: chosen((1, 9, 1, 4), (1, 8, 1, 4)), "query_offset is 0"),
+        (lambda: chosen((2, 8, 1, 4)).density(8), r"chosen\[b\]"),
+        (lambda: chosen((1, 8, 1, 4)).density(9), r"choose\(q, k\) again"),
+        (lambda: chosen((1, 9, 1, 4), (1, 200, 1, 4), query_offset=130).pairs(200), "with these queries"),
+        *((lambda change=change: TopBlocks(**change).density(500), r"call choose\(q, k\)") for change in (
+            {"mass": 0.5}, {"density": 0.5, "always": LocalWindow(5)}, {"blocks": 1, "within": LocalWindow(500)}, {"blocks": 2})),
+        # without tensors there is no mask
+        *((lambda ask=ask: ask(TopBlocks(density=0.1)), r"TopBlocks\(density=0.1, .*call its choose\(q, k\)") for ask in (
+            lambda x: x.dense_mask(256, 256, 1), lambda x: x.show(256), lambda x: block_lists(x, 256, 1, device="cpu"))),
         *((lambda spec=spec: pattern_from_spec(spec), r"expected what BlockPattern.spec\(\) returns|no pattern is called")
           for spec in ("", "7", '{"pattern":"Nothing"}')),
     ],
@@ -447,6 +449,10 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: MaskFunction(7), "fn is 7"),
         (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), "fn returned torch.int64; expected a bool tensor"),
         (lambda: LocalWindow(3) | 7, "unsupported operand"),
+        (lambda: TopBlocks(0.1), "blocks is 0.1"),
+        (lambda: TopBlocks(mass="0.9"), "mass is '0.9'"),
+        (lambda: TopBlocks(1, always=3), "always is 3"),
+        (lambda: TopBlocks(1, near="first"), "near is 'first'"),
         (lambda: PerHead(Causal()), "expected a list of block patterns"),
         (lambda: PerHead([Causal(), 7]), r"PerHead got 7 \(int\) as pattern 1"),
     ],
