@@ -2,10 +2,10 @@
 
 ``load_torchscale`` takes a file or a state dict and recognises its kind; ``from_torchscale`` takes a module and also reads its settings.
 What the weights do not determine (number of heads, segments, dilation rates) must be given; what models here do not support (multiway,
-experts, deepnorm …) is refused by name. The models compute what TorchScale computes: offsets in blocks of heads, zero keys where it
-pads, segments clamped to the sequence, and by default its gradient, which leaves out the mixture weights; ``mixture_grad="exact"``
-trains with the true one. Two of its errors are not reproduced: if r does not divide w and there are several segments, TorchScale
-shifts all but the first (a warning is given when a call is affected); and it applies attention dropout in evaluation.
+experts, deepnorm …) is refused by name. The models compute what TorchScale computes: contiguous groups of heads have the same offset,
+padding adds zero keys, segments are at most as long as the sequence, and by default its gradient, which leaves out the mixture weights;
+``mixture_grad="exact"`` trains with the true one. Two of its errors are not reproduced: if r does not divide w and there are several
+segments, TorchScale shifts all but the first (a warning is given when a call is affected); and it applies attention dropout in evaluation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dilated_attention.pattern.checks import one_of
 
 __all__ = ["from_torchscale", "load_attention", "load_decoder", "load_encoder", "load_longvit", "load_slide_encoder", "load_torchscale"]
 
-# args of modules, and why they are refused
+# ``args`` of TorchScale's modules that are refused if they are set, and what each would need
 _REFUSED_ARGS = {
     "multiway": "separate weights for two kinds of tokens",
     "deepnorm": "deepnorm's residual connections",
@@ -89,6 +89,7 @@ def load_torchscale(source: Any, *, kind: str | None = None, part: str | None = 
 
 
 def _kind_of(weights: dict[str, torch.Tensor]) -> str:
+    """Returns the kind (see ``load_torchscale``) that the names of weights tell, or raises."""
     refuse_unsupported(weights)
     patches = [value.ndim for name, value in weights.items() if name.endswith("patch_embed.proj.weight")]
     if patches:
@@ -120,7 +121,7 @@ def load_attention(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> MultiheadDilatedAttention:
-    """Loads one TorchScale ``DilatedAttention`` from weights named ``q_proj.weight`` …
+    """Loads one TorchScale ``DilatedAttention``, whose weights are named ``q_proj.weight``, ``k_proj.weight``, …
 
     In a decoder, call its forward with ``is_causal=True``.
 
@@ -128,7 +129,7 @@ def load_attention(
         source: see ``load_torchscale``.
         num_heads: H; TorchScale's ``encoder_attention_heads`` or ``decoder_attention_heads``.
         segment_lengths, dilation_rates: TorchScale's ``segment_length`` and ``dilated_ratio``, as lists or as text.
-        xpos_scale_base: XPOS's scale base, if the weights have XPOS.
+        xpos_scale_base: the scale base of XPOS, if the weights have XPOS.
         layer_norm_eps: TorchScale's ``layernorm_eps``.
         mixture_grad: ``"detached"``, which is TorchScale's gradient · ``"exact"``.
         dropout: TorchScale's ``attention_dropout``.
@@ -281,7 +282,7 @@ def load_slide_encoder(
         device, dtype: see ``load_attention``.
         options: ``backend``, ``checkpoint_activations``; for slides shared by processes ``group``, ``mesh`` …: see ``SlideEncoder``.
     """
-    # fine-tuned by the original's code, where a ClassificationHead holds it
+    # names start so if the encoder was fine-tuned by Prov-GigaPath's code, in which a ClassificationHead holds it
     weights = {name.removeprefix("slide_encoder."): value for name, value in read_supported(source, ignore).items()}
     lengths = segment_lengths_of(max_wsi_size, tile_size) if segment_lengths is None else segment_lengths
     encoder = stack_config(
@@ -354,6 +355,7 @@ def load_longvit(
         layer_norm_eps, mixture_grad, drop_path, ignore, device, dtype, options: see ``load_slide_encoder``.
     """
     weights = read_supported(source, ignore)
+    # the backbone's names start with ``outer``
     outer = next((p for p in ("model.", "backbone.") if f"{p}pos_embed" in weights), "")
     _, channels, patch, _ = shape_of(weights, f"{outer}patch_embed.proj.weight", 4)
     if image_size is None:
@@ -374,10 +376,11 @@ def load_longvit(
         layer_norm_eps=layer_norm_eps,
         drop_path=drop_path,
     )
-    # the norm and head of a classifier are outside its backbone, those of the pretraining inside
+    # names of the norm and the head start with ``around``: in a classifier they are outside its backbone, in the pretraining inside
     around = "" if outer == "model." else outer
     norm = next((name for name in ("fc_norm", "norm") if f"{around}{name}.weight" in weights), None)
-    pooling = {None: "none", "norm": "norm_mean"}.get(norm, "mean_norm")
+    pooling = {None: "none", "norm": "norm_mean", "fc_norm": "mean_norm"}[norm]
+    # values of new parameters, which replace the file's
     fresh: dict[str, torch.Tensor] = {}
     if num_classes is not None:
         fresh = {"norm.weight": torch.ones(encoder.embed_dim), "norm.bias": torch.zeros(encoder.embed_dim)}
@@ -427,6 +430,7 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; expected a module of TorchScale's: for weights use load_torchscale")
     foreign: Any = module
+    # what DDP and other wrappers hold
     while isinstance(getattr(foreign, "module", None), nn.Module):
         foreign = foreign.module
     kind = type(foreign).__name__
@@ -449,10 +453,11 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
         # only layers of a decoder have the attribute for cross-attention
         load = load_decoder if hasattr(stack.layers[0], "encoder_attn") else load_encoder
         return load(foreign, is_pre_norm=True, **settings, **options)
-    usual: dict[str, Any] = {"activation": "gelu", "scale_embedding": False, "attention_dropout": 0.0, "xpos_scale_base": 512.0}
+    # settings that the loaders of these two models do not take, and the only value of each that they support
+    fixed: dict[str, Any] = {"activation": "gelu", "scale_embedding": False, "attention_dropout": 0.0, "xpos_scale_base": 512.0}
     is_slide_encoder = hasattr(backbone, "cls_token")
-    usual |= {"attention": "dilated"} if is_slide_encoder else {"dropout": 0.0}
-    for name, value in usual.items():
+    fixed |= {"attention": "dilated"} if is_slide_encoder else {"dropout": 0.0}
+    for name, value in fixed.items():
         if settings.pop(name, value) != value:
             raise ValueError(f"{name} of {kind} is not {value!r}, TorchScale's default, as in every such model that is known here")
     if is_slide_encoder:
@@ -464,7 +469,7 @@ def from_torchscale(module: nn.Module, **options: Any) -> Any:
 
 
 def _settings_of(module: Any, attention: Any) -> dict[str, Any]:
-    """Returns what the ``args`` of a TorchScale module say of its attention, checked for what is not supported here."""
+    """Returns the settings of a TorchScale module's attention, by the names of ``load_attention``; raises if one is not supported."""
     args = getattr(module, "args", None)
     if args is None:
         raise TypeError(f"{type(module).__name__} has no args; expected a module of TorchScale's: for weights use load_torchscale")
@@ -475,11 +480,12 @@ def _settings_of(module: Any, attention: Any) -> dict[str, Any]:
     # TorchScale's args contain it whether or not XPOS is used
     if getattr(attention, "xpos", None) is not None:
         settings["xpos_scale_base"] = float(getattr(args, "xpos_scale_base", 512))
+    # TorchScale's DilatedAttention has this method, its dense attention does not
     if hasattr(attention, "gathering"):
         return settings | {"segment_lengths": args.segment_length, "dilation_rates": args.dilated_ratio}
     return settings | {"attention": "dense"}
 
 
 def _head(num_classes: int, width: int) -> dict[str, torch.Tensor]:
-    """Returns a new head, as the models initialise theirs."""
+    """Returns the weights of a new head, initialised as in the models."""
     return {"head.weight": nn.init.trunc_normal_(torch.empty(num_classes, width), std=0.02), "head.bias": torch.zeros(num_classes)}

@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-normal initialization with MAGNETO's gain; without ``sub_norm`` with gain 1, and W_2 divided by sqrt(2M)."""
+        """Initialises weights Xavier-normal with MAGNETO's gain; without ``sub_norm`` with gain 1, and then divides W_2 by sqrt(2M)."""
         gain = magneto_gain(self.num_layers) if self.norm is not None else 1.0
         for linear in (self.gate, self.up, self.down):
             if linear is not None:
@@ -68,7 +68,7 @@ class FeedForward(nn.Module):
             shrink_residual(self.down, self.num_layers)
 
     def forward(self, x: torch.Tensor, *, input_norm: nn.Module | None = None) -> torch.Tensor:
-        """Computes the layer. It applies ``input_norm``, the norm before it, to x itself, which saves memory in training."""
+        """Computes the layer of ``input_norm(x)``, or of x without one. If the layer applies the norm, training saves less memory."""
         inner = linear_layers(x, (self.up,) if self.gate is None else (self.up, self.gate), norm=input_norm)
         gate = None if self.gate is None else inner[1]
         return linear_layers(inner[0], (self.down,), norm=self.norm, activation=self.activation, gate=gate)[0]
@@ -84,8 +84,8 @@ def shrink_residual(linear: nn.Linear, num_layers: int) -> None:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): x/(1 − p) or, with probability p, 0, for a whole sample or packed document. (B, N, E). With
-    ``ring``, x is this process's rows, and the first process draws for all of them."""
+    """Stochastic depth (arXiv 1603.09382): x/(1 − p) or, with probability p, 0, with one draw per sample or packed document. x (B, N, E)
+    is, with ``ring``, this process's rows (B, n, E), and the first process draws for all of them."""
 
     def __init__(self, p: float, ring: RingSettings | None = None) -> None:
         super().__init__()
@@ -97,21 +97,27 @@ class DropPath(nn.Module):
         return x if factors is None else x * factors.to(x.dtype).view(*factors.shape, *(1,) * (3 - factors.ndim))
 
     def factors(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None) -> torch.Tensor | None:
-        """Returns the factors of the rows in float32, (B,), or (1, N) for packed documents; None if all are 1."""
+        """Returns what x is multiplied by, in float32: one factor per sample (B,), or one per row (1, N) if documents are packed; None if
+        all are 1.
+
+        Args:
+            cu_seqlens: boundaries of packed documents in the whole sequence.
+            seq_len: positions of the whole sequence of a ring; None takes them from ``cu_seqlens``, which waits for the device.
+        """
         if self.p == 0 or not self.training:
             return None
         samples = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        kept = nn.functional.dropout(torch.ones(samples, device=x.device), self.p)
+        drawn = nn.functional.dropout(torch.ones(samples, device=x.device), self.p)
         if self.ring is not None:
-            kept = first_of_group(kept, self.ring.group_name)
+            drawn = first_of_group(drawn, self.ring.group_name)
         if cu_seqlens is None:
-            return kept
+            return drawn
         if self.ring is None:
             rows = torch.arange(x.shape[1], device=x.device)
         else:
             rows = self.ring.positions(x, int(cu_seqlens[-1]) if seq_len is None else seq_len)
         bounds = cu_seqlens.to(rows.device)
-        return kept[torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1][None]
+        return drawn[torch.searchsorted(bounds, rows.to(bounds.dtype), right=True) - 1][None]
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -119,7 +125,7 @@ class DropPath(nn.Module):
 
 def make_attention(config: LongNetConfig, *, backend: str, ring: RingSettings | None, **factory: Any) -> MultiheadAttention:
     """Makes the attention of one block, on one process or, with ``ring``, on several."""
-    shape: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dropout": config.attention_dropout,
         "layer_norm": config.sub_norm,
         "gamma_init": magneto_gain(config.num_layers) if config.sub_norm else 1.0,
@@ -128,27 +134,28 @@ def make_attention(config: LongNetConfig, *, backend: str, ring: RingSettings | 
         "backend": backend,
         **factory,
     }
-    same = ["embed_dim", "num_heads", "num_kv_heads", "bias", "layer_norm_eps", "rotary_base", "qk_norm"]
-    where = {} if ring is None else ring.arguments()
+    # what the configuration and the attention call by the same name
+    copied = ["embed_dim", "num_heads", "num_kv_heads", "bias", "layer_norm_eps", "rotary_base", "qk_norm"]
+    of_ring = {} if ring is None else ring.arguments()
     pattern = config.pattern
     if isinstance(pattern, DilatedPattern):
-        shape |= {name: getattr(pattern, name) for name in ("segment_lengths", "dilation_rates", "head_offsets", "tail")}
-        kinds: Any = MultiheadDilatedAttention, RingMultiheadDilatedAttention
-        same.append("mixture_grad")
+        options |= {name: getattr(pattern, name) for name in ("segment_lengths", "dilation_rates", "head_offsets", "tail")}
+        classes: Any = MultiheadDilatedAttention, RingMultiheadDilatedAttention
+        copied.append("mixture_grad")
     else:
-        shape["pattern"] = pattern
-        kinds = MultiheadBlockSparseAttention, RingMultiheadBlockSparseAttention
+        options["pattern"] = pattern
+        classes = MultiheadBlockSparseAttention, RingMultiheadBlockSparseAttention
         if ring is not None and (ring.exchange, ring.ranks_per_node) != ("auto", None):
             raise ValueError(
                 f"exchange is {ring.exchange!r} and ranks_per_node is {ring.ranks_per_node}; block-sparse rings send single blocks from "
                 "process to process and have neither: leave them out"
             )
-    made: MultiheadAttention = kinds[ring is not None](**shape, **where, **{name: getattr(config, name) for name in same})
-    return made
+    layer: MultiheadAttention = classes[ring is not None](**options, **of_ring, **{name: getattr(config, name) for name in copied})
+    return layer
 
 
-# layers that can apply the norm before them
-_LAYERS = (
+# layers whose forward can apply the norm of its input (``input_norm``)
+_TAKE_NORM = (
     FeedForward,
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
@@ -191,13 +198,15 @@ class Block(nn.Module):
         else:
             if seq_len is None and (y := self._fused(x, cu_seqlens)) is not None:
                 return y
-            spread = {} if seq_len is None else {"seq_len": seq_len}
-            options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, **spread}
+            # only the attention of a ring has this argument
+            of_ring = {} if seq_len is None else {"seq_len": seq_len}
+            options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, **of_ring}
             attended, _ = _after_norm(self.attention, self.attention_norm, x, **options)
         x = self._add(x, attended, cu_seqlens, seq_len)
         return self._add(x, _after_norm(self.ffn, self.ffn_norm, x), cu_seqlens, seq_len)
 
     def _steps(self) -> list[Step]:
+        """Returns the linear layers of the block, each with the norm and the activation of its input, for the fused functions."""
         attention, ffn = self.attention, self.ffn
         return [
             Step((attention.q_proj, attention.k_proj, attention.v_proj), self.attention_norm),
@@ -207,15 +216,16 @@ class Block(nn.Module):
         ]
 
     def _fused(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the output if ``fused_block`` can compute it and no module has to be called."""
+        """Returns the output, or None if ``fused_block`` cannot compute it. It calls no module, so none may be replaced or have hooks."""
         attention = self.attention
-        is_lean_all = type(self) is Block and self._calls_layers() and self._drops_lean()
-        if not (is_lean_all and is_lean(attention.attention, DilatedAttention, BlockSparseAttention) and x.ndim == 3):
+        is_lean_block = type(self) is Block and self._has_lean_layers() and self._has_lean_dropout()
+        if not (is_lean_block and is_lean(attention.attention, DilatedAttention, BlockSparseAttention) and x.ndim == 3):
             return None
         if attention.rotary or attention.q_norm is not None or attention.sinks is not None:
             return None
 
         def attend(qkv: torch.Tensor, needs_grad: bool) -> Any:
+            # with RESOLVES the function returns the call that it would run, and its inputs
             H, Hk = attention.num_heads, attention.num_kv_heads
             q, k, v = qkv.view(*x.shape[:2], H + 2 * Hk, attention.head_dim).split((H, Hk, Hk), 2)
             options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, RESOLVES: needs_grad}
@@ -225,24 +235,24 @@ class Block(nn.Module):
         return fused_block(x, self._steps(), attend, dropout, lambda: self.drop_path.factors(x, cu_seqlens))
 
     def compile_ahead(self, x: torch.Tensor) -> None:
-        """Starts compiling the kernels of all layers for x on a GPU. The attention starts its own, but only after the first layer."""
-        if self._calls_layers():
+        """Starts compiling the kernels of all layers for x on a GPU, except the attention's, which compile only once it is called."""
+        if self._has_lean_layers():
             compile_block(x, self._steps(), self.training * self.dropout.p, self.training and self.drop_path.p > 0)
 
-    def _calls_layers(self) -> bool:
-        return is_lean(self.attention, *_LAYERS) and is_lean(self.ffn, FeedForward)
+    def _has_lean_layers(self) -> bool:
+        return is_lean(self.attention, *_TAKE_NORM) and is_lean(self.ffn, FeedForward)
 
-    def _drops_lean(self) -> bool:
+    def _has_lean_dropout(self) -> bool:
         return is_lean(self.dropout, nn.Dropout) and is_lean(self.drop_path, DropPath) and self.dropout.p < 1
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int | None) -> torch.Tensor:
-        """x + drop_path(dropout(y))."""
-        if not self._drops_lean():
+        """Returns x + drop_path(dropout(y))."""
+        if not self._has_lean_dropout():
             return x + self.drop_path(self.dropout(y), cu_seqlens, seq_len)
         dropout = self.dropout.p if self.dropout.training else 0.0
         return add_dropped(x, y, dropout=dropout, path=self.drop_path.factors(y, cu_seqlens, seq_len))
 
 
 def _after_norm(layer: nn.Module, norm: nn.Module, x: torch.Tensor, **options: Any) -> Any:
-    """layer(norm(x)); a layer of this library applies the norm itself, but not a replaced or hooked one."""
-    return layer(x, input_norm=norm, **options) if is_lean(layer, *_LAYERS) else layer(norm(x), **options)
+    """Returns layer(norm(x)). A layer of this library applies the norm in its forward, unless it was replaced or has hooks."""
+    return layer(x, input_norm=norm, **options) if is_lean(layer, *_TAKE_NORM) else layer(norm(x), **options)

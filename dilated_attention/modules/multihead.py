@@ -61,9 +61,7 @@ class MultiheadDilatedAttention(LocalMultihead):
         self, embed_dim: int, num_heads: int, segment_lengths: Any, dilation_rates: Any,
         **options: Unpack[MultiheadDilatedOptions],
     ) -> None:  # fmt: skip
-        super().__init__(
-            "MultiheadDilatedAttention", DilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options
-        )  # fmt: skip
+        super().__init__("MultiheadDilatedAttention", DilatedAttention, embed_dim, num_heads, (segment_lengths, dilation_rates), options)
 
 
 class MultiheadBlockSparseAttention(LocalMultihead):
@@ -74,7 +72,7 @@ class MultiheadBlockSparseAttention(LocalMultihead):
     Args:
         embed_dim, num_heads: see ``MultiheadDilatedAttention``.
         pattern: see ``BlockSparseAttention``.
-        options: those of ``MultiheadDilatedAttention`` but of branches; sparsity_ratio, sparsity, block_size, seed: see
+        options: those of ``MultiheadDilatedAttention`` without the branches'; sparsity_ratio, sparsity, block_size, seed: see
             ``modules.BlockOptions``.
 
     Parameters have the same names as those of ``MultiheadDilatedAttention``, so either module can load the other's state.
@@ -141,8 +139,8 @@ class RingMultiheadDilatedAttention(RingMultihead):
 
     Every process holds all parameters, and its backward computes the part of their gradients that comes from its own rows: the
     gradient of the loss is the *sum* over the group. DDP and FSDP2 *average* over their processes, so with them each process's loss
-    must be W times its share of the total loss; ``models.sharded_cross_entropy`` does that. Without either, sum (or average) the
-    gradients over the group yourself.
+    must be W times its part of the total loss, for W processes; ``models.sharded_cross_entropy`` does that. Without either, sum (or
+    average) the gradients over the group yourself.
 
     Args:
         embed_dim, num_heads, segment_lengths, dilation_rates, mixture_grad: see ``MultiheadDilatedAttention``.
@@ -215,7 +213,7 @@ class RingMultiheadBlockSparseDilatedAttention(RingMultihead):
         segment_lengths, dilation_rates: see ``DilatedAttention``.
         options: those of ``RingMultiheadBlockSparseAttention``; head_offsets, branch_heads, tail: see ``functional.BranchOptions``.
 
-    All other arguments, what is said of parameters and their gradients, and the errors are those of ``RingMultiheadBlockSparseAttention``.
+    All other arguments, the errors, and what holds of parameters and their gradients are as in ``RingMultiheadBlockSparseAttention``.
 
     >>> layer = RingMultiheadBlockSparseDilatedAttention(
     ...     768, 12, [2048, 65536], [1, 32], LocalWindow(1024),

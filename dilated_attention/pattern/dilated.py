@@ -1,5 +1,5 @@
-"""LongNet's dilated pattern: its branches, which have a segment length, a dilation rate and an offset for each head, and how many pairs it
-has. ``geometric_branches`` is the paper's rule for choosing branches."""
+"""LongNet's dilated pattern: its branches, each of a segment length, a dilation rate and one offset per head, and the number of its pairs.
+``geometric_branches`` is the paper's rule for choosing branches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DilatedPattern(Pattern):
         dilation_rates: r of each branch; 1 ≤ r ≤ w. It need not divide w.
         head_offsets: ``"cyclic"`` o_h = h mod r (the paper, Eq. 13) · ``"blocked"`` o_h = h // ceil(H/r) (TorchScale, and so
             the weights of Prov-GigaPath and LongViT) · ``"zero"`` · one list of H integers per branch, each < r.
-        branch_heads: ``"all"``: every head runs every branch · ``"split"``: heads are divided among the G branches in contiguous
+        branch_heads: ``"all"``: every head runs every branch · ``"split"``: the H heads are divided among the G branches in contiguous
             groups, the first H mod G groups one larger, and o = branch index mod r (fkodom's layout).
         tail: ``"mask"``: only real keys are attended to · ``"zero_keys"``: TorchScale's padding; see ``zero_keys``.
 
@@ -84,6 +84,7 @@ class DilatedPattern(Pattern):
         object.__setattr__(self, "head_offsets", self._checked_offsets(self.head_offsets))
 
     def _checked_offsets(self, offsets: Any) -> str | tuple[tuple[int, ...], ...]:
+        """Returns ``head_offsets`` as it is stored, a name or one tuple of H integers per branch, or raises."""
         if isinstance(offsets, str) or not isinstance(offsets, Sequence):
             one_of("head_offsets", offsets, ("cyclic", "blocked", "zero"), also="or one list of H integers per branch")
         if self.branch_heads == "split" and offsets != "cyclic":
@@ -155,10 +156,10 @@ class DilatedPattern(Pattern):
         return DilatedPattern(self.segment_lengths, self.dilation_rates, rows, "all", self.tail)
 
     def zero_keys(self, branch: int, num_positions: int, num_taken: int) -> int:
-        """Returns z, the number of zero keys that TorchScale's padding adds to a segment with ``num_taken`` taken real positions.
+        """Returns z, the number of zero keys that TorchScale's padding adds to a segment in which a head takes ``num_taken`` positions.
 
-        The sequence is padded to a multiple of w' = min(w, N) and each segment to a multiple of r, so every offset of every
-        segment has ceil(w'/r) positions. Those that are not real are keys with score 0 and value 0. With ``tail="mask"`` z is 0.
+        The sequence is padded to a multiple of w' = min(w, N) and each segment to a multiple of r, so a head takes ceil(w'/r) positions of
+        every segment. Those that the padding added are keys with score 0 and value 0. With ``tail="mask"`` z is 0.
         """
         if self.tail == "mask":
             return 0
@@ -191,9 +192,9 @@ class DilatedPattern(Pattern):
 
         totals = []
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
-            whole_segments, rest = divmod(n, length)
+            num_full_segments, last_length = divmod(n, length)
             pairs_by_offset = (
-                num_equal_heads * (whole_segments * pairs_of(taken(length, rate, offset)) + pairs_of(taken(rest, rate, offset)))
+                num_equal_heads * (num_full_segments * pairs_of(taken(length, rate, offset)) + pairs_of(taken(last_length, rate, offset)))
                 for offset, num_equal_heads in Counter(offsets).items()
                 if offset != NOT_IN_BRANCH
             )
@@ -205,23 +206,25 @@ class DilatedPattern(Pattern):
         return self.pairs(num_positions, num_heads, is_causal=is_causal) / max(num_heads * num_positions, 1)
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
-        """Returns what ``cell_pairs`` (``pattern/base.py``) does, without a mask, for long sequences."""
+        """Returns what ``cell_pairs`` (``pattern/base.py``) does, for sequences whose dense mask would be too large: int64 (num_heads,
+        cells, cells)."""
         cells, positions = -(-num_positions // cell), torch.arange(num_positions)
         total = torch.zeros(num_heads, cells, cells, dtype=torch.int64)
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
             for offset in sorted(set(offsets) - {NOT_IN_BRANCH}):
                 taken_positions = positions[positions % length % rate == offset]
                 # (cells, segments): how many taken positions are in both; float64 counts exactly
-                places = torch.stack([taken_positions // cell, taken_positions // length])
+                cells_and_segments = torch.stack([taken_positions // cell, taken_positions // length])
                 ones = torch.ones(len(taken_positions), dtype=torch.float64)
                 with warnings.catch_warnings():
                     # torch warns that sparse matrices may change
                     warnings.simplefilter("ignore")
-                    counts = torch.sparse_coo_tensor(places, ones, (cells, -(-num_positions // length)))
+                    counts = torch.sparse_coo_tensor(cells_and_segments, ones, (cells, -(-num_positions // length)))
                     pairs = torch.sparse.mm(counts, counts.T).to_dense().long()
                 if is_causal:
-                    # a cell on the diagonal has each pair of different positions twice, and each position with itself once
-                    taken_in_cell = torch.bincount(places[0], minlength=cells)
+                    # of a cell on the diagonal, which has each pair of different positions twice and each position with itself once,
+                    # keep every pair once
+                    taken_in_cell = torch.bincount(cells_and_segments[0], minlength=cells)
                     pairs = pairs.tril(-1) + ((pairs.diag() + taken_in_cell) // 2).diag()
                 total[torch.tensor([o == offset for o in offsets])] += pairs
         return total

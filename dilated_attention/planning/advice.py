@@ -38,30 +38,36 @@ USE_CASES: Mapping[str, str] = {
 }
 # the arguments that a use case takes in addition to length, gpu and memory; one that is not here takes those of training
 _TAKES = {
-    "training": "parameters heads head_dim gpus batch causal attention", "long-context": "parameters heads head_dim gpus attention",
-    "serving": "parameters heads head_dim gpus users attention", "encoder": "parameters heads head_dim gpus batch attention",
-    "torchscale": "", "huggingface": "heads head_dim gpus causal attention",
-}  # fmt: skip
+    "training": "parameters heads head_dim gpus batch causal attention",
+    "long-context": "parameters heads head_dim gpus attention",
+    "serving": "parameters heads head_dim gpus users attention",
+    "encoder": "parameters heads head_dim gpus batch attention",
+    "torchscale": "",
+    "huggingface": "heads head_dim gpus causal attention",
+}
 # docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 _LONG = 8192
 # docs/ring.md, Figures: with fewer tokens per GPU the exchanges are not hidden
 _TOKENS_PER_GPU = 4096
-# usual language models: (they have fewer parameters than this, width, heads)
+# (bound, width, heads) of usual language models: those of the first bound above the number of parameters
 _WIDTHS = (
-    *((2e8, 768, 12), (5e8, 1024, 16), (1e9, 1536, 12), (2e9, 2048, 16)),
-    *((5e9, 3072, 24), (1e10, 4096, 32), (2e10, 5120, 40), (5e10, 6656, 52), (math.inf, 8192, 64)),
-)
-# the preset that language models are varied from, and how many parameters it has; the preset for TorchScale's weights
-_PRESET, _PARAMETERS, _GIGAPATH = "llama-1b", 1.24e9, "gigapath-12l768d"
-# the block pattern that decoding was measured with (docs/decoding.md), applied to both sides where there is no causality
+    (2e8, 768, 12), (5e8, 1024, 16), (1e9, 1536, 12), (2e9, 2048, 16), (5e9, 3072, 24),
+    (1e10, 4096, 32), (2e10, 5120, 40), (5e10, 6656, 52), (math.inf, 8192, 64),
+)  # fmt: skip
+# the preset that language models are varied from, and how many parameters it has
+_PRESET, _PARAMETERS = "llama-1b", 1.24e9
+# the preset for TorchScale's weights
+_GIGAPATH = "gigapath-12l768d"
+# window to the left and global tokens of the block pattern that decoding was measured with (docs/decoding.md); without causality the window
+# reaches as far to the right
 _WINDOW, _GLOBAL = 2047, 128
 # sources of settings: pages and their headings
 _SHORT, _DECODING, _HF = "docs/performance.md, Short sequences", "docs/decoding.md, Measured", "docs/huggingface.md, Transformers models"
 _RING, _SLIDE, _SAME = "docs/ring.md, Figures", "docs/slide_encoder.md, NVIDIA H200", "docs/torchscale.md, What is the same"
 _NOTHING_FITS = "weights, gradients and the optimizer alone do not fit"
 _REGISTER = "from dilated_attention.integrations.huggingface import register"
-# what was measured of a sequence that several GPUs share
-_SHARED = {
+# measured speed of each kind of attention when several GPUs share a sequence
+_SHARED_SPEED = {
     "dense": "causal forward + backward had 0.95 to 0.98 of one GPU's speed from 4,096 tokens per GPU on",
     "dilated": "forward + backward had 0.41 to 0.87 of one GPU's speed from 32,768 tokens each on, 0.92 to 0.98 as a graph",
     "block_sparse": "a window ran at 1.00 of one GPU's speed forward and 0.90 with backward, at 32,768 tokens per GPU",
@@ -116,56 +122,56 @@ def recommend(
         raise ValueError(
             f"{wrong} given, which {use_case!r} does not use; it takes {', '.join(('length', 'gpu', 'memory', *takes))}: drop {wrong}"
         )
-    # every argument: as given, else its default, else None
+    # from here on every argument is as given, else its default, else None
     asked |= {"gpus": 1, "batch": 1, "users": 32, "causal": use_case not in ("encoder", "torchscale")} | given
     length = as_int("length", length, minimum=1, maximum=MOST["num_positions"])
-    is_large, told = (parameters or 0) > 7e9, "not given" if parameters is None else f"{parameters:,.0f}"
+    is_large, given_text = (parameters or 0) > 7e9, "not given" if parameters is None else f"{parameters:,.0f}"
     if use_case == "training" and is_large:
-        raise ValueError(f"parameters is {told}; 'training' is for up to 7,000,000,000: use 'large-training'")
+        raise ValueError(f"parameters is {given_text}; 'training' is for up to 7,000,000,000: use 'large-training'")
     if use_case == "large-training" and not is_large:
-        raise ValueError(f"parameters is {told}; 'large-training' is for more than 7,000,000,000: give that many, or use 'training'")
+        raise ValueError(f"parameters is {given_text}; 'large-training' is for more than 7,000,000,000: give that many, or use 'training'")
     if use_case == "short-sequences" and length >= _LONG:
         raise ValueError(f"length is {length}; 'short-sequences' is for fewer than 8,192 positions: use 'training'")
-    # the machine has memory and speed, by which is planned; the hardware has the facts by which backends are selected
+    # planning reads memory and speed from ``machine``; the selection of backends reads its facts from ``hardware``
     machine = machine_of(gpu, None if memory is None else int(_checked("memory", memory) * 2**30))
     hardware = detect() if gpu is None else EXAMPLES["cpu"]
     if not machine.is_cpu and gpu is not None:
         hardware = replace(EXAMPLES["hopper"], capability=machine.capability, name=machine.name)
     elif machine.is_cpu:
-        # planning does not detect AMD GPUs and takes the memory of this machine's CPU; the answer keeps the GPU's name
+        # an AMD GPU is a CPU to planning, which does not detect it and takes the host's memory; the answer still names the GPU
         machine = replace(machine, name="CPU" if hardware.device_type == "cpu" else hardware.name)
-    # the dtype of full speed: float16 is slow before Volta
+    # the fastest dtype: bfloat16 from Ampere on; float16 is slow before Volta
     capability = (hardware.device_type == "cuda" and hardware.capability) or (0, 0)
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float16 if capability >= (7, 0) else torch.float32
     # The answer so far: what is asked, and what is chosen, here for one process that trains, unless a use case decides otherwise.
-    #     here                       whether it is for this machine
+    #     here                       whether the answer is for this machine
     #     base                       "dense" · "dilated" · "block_sparse": the kind of attention, whether or not processes share a sequence
-    #     data, context              groups of GPUs, and how many GPUs of each share a sequence
-    #     memory, fits               bytes per device, and whether it has them; None: unknown
+    #     data, context              number of groups of GPUs, and of GPUs in a group, which share a sequence
+    #     memory, fits               bytes needed per device, and whether the device has them; None: unknown
     #     implementation             what transformers calls the attention; "" for this package's own modules
     # The function of a use case adds:
     #     pattern, heads, kv_heads, head_dim
-    #     make, arguments            what create_… makes, the source of its arguments
-    #     stack, number, size        of a model: the configuration of its blocks, its number of parameters, and this in words
-    # and then keys and dense_keys are added: keys per query, on average.
+    #     make, arguments            what create_… makes ("model", "attention"), and the source text of its arguments
+    #     stack, number, size        of a model: the configuration of its blocks, its number of parameters, and this number in words
+    # After it keys and dense_keys are added: keys per query on average, of this attention and of dense attention.
     draft = SimpleNamespace(
         name=use_case, length=length, machine=machine, hardware=hardware, here=gpu is None, dtype=dtype, kv_heads=None, **asked,
         base=attention or ("dense" if length < _LONG else "dilated"), training=True, data=1, context=1, memory=None, fits=None,
         checkpointed=False, implementation="",
     )  # fmt: skip
-    choose = {"torchscale": _training, "huggingface": _transformers, "long-context": _decoding, "serving": _decoding}
-    chosen = choose.get(use_case, _layer if parameters is None else _training)(draft)
-    asks: dict[str, Any] = {"pattern": draft.pattern, "num_positions": length}
+    choosers = {"torchscale": _training, "huggingface": _transformers, "long-context": _decoding, "serving": _decoding}
+    chosen = choosers.get(use_case, _layer if parameters is None else _training)(draft)
+    pattern_options: dict[str, Any] = {"pattern": draft.pattern, "num_positions": length}
     if draft.base == "block_sparse":
-        # of one head; with more than MOST_BLOCKS blocks it is an estimate from some of them
+        # every head has the same pattern; with more than MOST_BLOCKS blocks the number is an estimate from some of them
         draft.keys = block_counts(draft.pattern, length, 1, draft.causal, MOST_BLOCKS).pairs / length
-        asks = {"block_size": 128, "block_masks": "bits", "length": max(1, round(draft.keys))}
+        pattern_options = {"block_size": 128, "block_masks": "bits", "length": max(1, round(draft.keys))}
     else:
         draft.keys = draft.pattern.keys_per_query(length, draft.heads, is_causal=draft.causal)
     draft.dense_keys = (length + 1) / 2 if draft.causal else float(length)
     backends = explain_backend(
         hardware=hardware, dtype=dtype, head_dim=draft.head_dim, num_heads=draft.heads, num_kv_heads=draft.kv_heads, is_causal=draft.causal,
-        needs_grad=draft.training, **asks,
+        needs_grad=draft.training, **pattern_options,
     )  # fmt: skip
     *setup, code = _code(draft)
     lengths, rates = (draft.pattern.segment_lengths, draft.pattern.dilation_rates) if draft.base == "dilated" else ((), ())
@@ -180,7 +186,7 @@ def recommend(
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Returns an argument of ``recommend`` that is given, or raises."""
+    """Returns the value of an argument of ``recommend``, or raises."""
     limits: dict[str, Any] = MOST | {"heads": MOST["num_heads"], "head_dim": MAX_HEAD_DIM, "batch": MOST["batch_size"]}
     if name in limits:
         return as_int(name, value, minimum=1, maximum=limits[name])
@@ -195,7 +201,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _pattern(draft: Any, base: str, heads: int, longest: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """Returns (the pattern of a kind of attention, the arguments that make it).
+    """Returns (the pattern of a kind of attention, the arguments of create_… that describe it).
 
     Dense attention is one segment of the whole sequence. Dilated branches have segments of 2048, 8192, … up to ``longest`` or the whole
     sequence, rounded up to a power of 2, so that each divides the next. Their rates are at most the number of heads (or 8), so that the
@@ -208,7 +214,7 @@ def _pattern(draft: Any, base: str, heads: int, longest: int | None = None) -> t
     rates: tuple[int, ...] = (1,)
     if base == "dilated":
         lengths, rates = geometric_branches(1 << (min(draft.length, longest or draft.length) - 1).bit_length())
-        # below a rate of 8 far branches cost more than all others together
+        # with rates below 8 the far branches would cost more than all others together
         rates = tuple(min(rate, 1 << (max(heads, 8).bit_length() - 1)) for rate in rates)
     return DilatedPattern(lengths, rates), {"segment_lengths": lengths, "dilation_rates": rates}
 
@@ -216,34 +222,34 @@ def _pattern(draft: Any, base: str, heads: int, longest: int | None = None) -> t
 def _model(draft: Any, base: str, longest: int | None = None) -> dict[str, Any]:
     """Returns the overrides of ``_PRESET`` that make a model with about as many parameters as were asked for.
 
-    It is the preset itself if neither parameters nor heads were given. Else width and heads are usual ones, four query heads share a key
-    head, and the number of layers makes up the parameters. ``longest``: of the segments.
+    The model is the preset itself if neither parameters nor heads were given. Else width and heads are the usual ones, four query heads
+    share a key head, and there are as many layers as the parameters need. ``longest``: see ``_pattern``.
     """
     config = cast("LongNetConfig", MODEL_PRESETS[_PRESET])
     wanted, heads = draft.parameters or _PARAMETERS, config.num_heads
     shape: dict[str, Any] = {}
     is_preset = draft.parameters is None and draft.heads is None and draft.head_dim is None
     if not is_preset:
-        width, usual_heads = next((width, count) for most, width, count in _WIDTHS if wanted < most)
+        width, usual_heads = next((width, heads) for most, width, heads in _WIDTHS if wanted < most)
         heads = draft.heads or (usual_heads if draft.head_dim is None else max(1, round(width / draft.head_dim)))
-        # a multiple of 32 from 32 to 256
+        # the nearest multiple of 32, from 32 to 256
         head_dim = draft.head_dim or max(32, min(256, round(width / heads / 32) * 32))
         kv_heads = heads // 4 if heads % 4 == 0 else None
         shape = {"embed_dim": heads * head_dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": None}
         # with 128,256 tokens the embedding alone would be most of a small model
         shape |= {"vocab_size": 32768} if wanted < 1e9 else {}
-    pattern, made_by = _pattern(draft, base, heads, longest)
-    overrides: dict[str, Any] = made_by if base == "dilated" else {"attention": base}
+    pattern, branches = _pattern(draft, base, heads, longest)
+    overrides: dict[str, Any] = branches if base == "dilated" else {"attention": base}
     overrides |= ({"block_pattern": pattern} if base == "block_sparse" else {}) | ({} if draft.causal else {"is_causal": False}) | shape
     if not is_preset:
-        # of one layer ("blocks") and what is not in layers
+        # parameters of a model of one layer, which the sum counts already; "blocks" are those of the layer itself
         sizes = sizes_of_parameters(configured(_PRESET, **overrides, num_layers=1)[0])
         overrides["num_layers"] = max(1, round((wanted - sum(sizes.values())) / sizes["blocks"]) + 1)
     return overrides
 
 
 def _choose_model(draft: Any, preset: str, overrides: dict[str, Any]) -> None:
-    """Adds the model to the answer: its configuration and attention, the arguments that create it, its size."""
+    """Adds a model to the draft: its configuration and attention, the arguments that create it, its size."""
     config, _ = configured(preset, **overrides)
     draft.stack, draft.number = stack_of(config), sum(sizes_of_parameters(config).values())
     draft.base, draft.pattern, draft.heads = draft.stack.kind, draft.stack.pattern, draft.stack.num_heads
@@ -262,17 +268,17 @@ def _training(draft: Any) -> list[Setting]:
     """Chooses the first distribution that fits, or the last one tried if none fits.
 
     ``gpus // context`` groups of ``context`` GPUs share ``count`` sequences at a time; gradient accumulation takes the rest of a batch.
-    Tried are, in this order: all sequences at the same time, then one, then more GPUs per sequence; then the same with blocks recomputed in
+    It tries, in this order: all sequences at the same time, then one, then more GPUs per sequence; then the same with blocks recomputed in
     the backward, which costs more time than exchanges do. Weights, gradients and optimiser state are sharded over all GPUs, as FSDP2 does.
     """
     gpus, most = draft.gpus, _most_context(draft)
     if draft.name == "torchscale":
-        # unchanged: segments, offsets, tail and gradient are those that the weights were trained with
+        # nothing is overridden: the weights were trained with the preset's segments, offsets, tail and gradient
         preset, overrides = _GIGAPATH, dict[str, Any]()
     else:
         preset, overrides = _PRESET, _model(draft, draft.base)
     _choose_model(draft, preset, overrides)
-    # at least so many GPUs share a sequence that none is idle: gpus / gcd(batch, gpus)
+    # at least gpus / gcd(batch, gpus) of them share a sequence, so that none is idle
     contexts = [c for c in range(min(gpus // math.gcd(draft.batch, gpus), most), most + 1) if gpus % c == 0]
     tried = [
         (checkpointed, context, count)
@@ -299,7 +305,7 @@ def _training(draft: Any) -> list[Setting]:
 
 
 def _layer(draft: Any) -> list[Setting]:
-    """One attention layer of a model that the caller already has."""
+    """Chooses for one attention layer of a model that the caller already has."""
     draft.heads, draft.head_dim, draft.context = draft.heads or 16, draft.head_dim or 64, _most_context(draft)
     draft.pattern, arguments = _pattern(draft, draft.base, draft.heads)
     draft.data, is_shared = draft.gpus // draft.context, draft.context > 1
@@ -307,14 +313,15 @@ def _layer(draft: Any) -> list[Setting]:
     arguments = {"embed_dim": draft.heads * draft.head_dim, "num_heads": draft.heads} | arguments
     if is_shared and draft.base == "dense":
         name, arguments = "ring", {}
-    draft.make, draft.arguments, count = "attention", _arguments(name, arguments), max(1, draft.batch // draft.data)
+    draft.make, draft.arguments = "attention", _arguments(name, arguments)
     settings = list(_spread(draft))
-    # of an AMD GPU planning knows neither memory nor rates
+    # planning knows neither the memory nor the rates of an AMD GPU
     if not (draft.machine.is_cpu and draft.hardware.device_type == "cuda"):
         plan = plan_attention(
             kind_of(draft.base, draft.context), num_positions=draft.length, num_heads=draft.heads, head_dim=draft.head_dim,
-            batch_size=count, dtype=draft.dtype, world_size=draft.context, layout=_layout(draft) if is_shared else None,
-            is_causal=draft.causal, pattern=None if draft.base == "dense" else draft.pattern, gpu=draft.machine, find_longest=False,
+            batch_size=max(1, draft.batch // draft.data), dtype=draft.dtype, world_size=draft.context,
+            layout=_layout(draft) if is_shared else None, is_causal=draft.causal,
+            pattern=None if draft.base == "dense" else draft.pattern, gpu=draft.machine, find_longest=False,
         )  # fmt: skip
         time = "" if plan.seconds is None else f"; forward + backward take {seconds_text(plan.seconds)}, an estimate of plan_attention"
         settings.append(_memory(draft, plan.peak, plan.fits, f"of this layer's tensors and what its calls need in addition{time}"))
@@ -322,7 +329,7 @@ def _layer(draft: Any) -> list[Setting]:
 
 
 def _transformers(draft: Any) -> list[Setting]:
-    """A transformers model keeps its own weights, caches and trainer."""
+    """Chooses for a transformers model, which keeps its own weights, caches and trainer."""
     draft.heads, draft.head_dim = draft.heads or 32, draft.head_dim or 128
     draft.context = 1 if draft.base == "block_sparse" else _most_context(draft)
     draft.data = draft.gpus // draft.context
@@ -340,24 +347,25 @@ def _decoding(draft: Any) -> list[Setting]:
     is_serving = draft.name == "serving"
     draft.training, count = False, -(-draft.users // draft.gpus) if is_serving else 1
     itemsize, usable, base, longest = draft.dtype.itemsize, int(USABLE * draft.machine.memory), draft.base, draft.length
+    # a copy, since ``_choose_model`` replaces the heads that were asked for
     asked = SimpleNamespace(**vars(draft))
     while True:
         _choose_model(draft, _PRESET, _model(asked, base, longest))
-        each = cache_bytes(draft.stack, draft.length, itemsize)
-        assert each is not None, "a causal model of these patterns has a cache"
+        request_bytes = cache_bytes(draft.stack, draft.length, itemsize)
+        assert request_bytes is not None, "a causal model of these patterns has a cache"
         weights = itemsize * draft.number
-        fits = weights + count * each <= usable
+        fits = weights + count * request_bytes <= usable
         # nothing can be shortened if the segments were given or the weights alone do not fit
         if fits or draft.attention is not None or base != "dilated" or weights > usable:
             break
         longest //= 4
-        # where even short segments do not fit, a window
+        # where even short segments do not fit, a window is left
         base = "dilated" if longest >= _LONG else "block_sparse"
-    num_fitting, rows = max(0, usable - weights) // each, cache_rows(draft.stack, draft.length)
+    num_fitting, rows = max(0, usable - weights) // request_bytes, cache_rows(draft.stack, draft.length)
     reason = f"weights of {draft.size} parameters and the cache of {count} requests, of which {num_fitting} would fit"
-    settings = [_memory(draft, weights + count * each, fits, reason)]
+    settings = [_memory(draft, weights + count * request_bytes, fits, reason)]
     cache = "PagedKVCache: model.generate([prompt, …])" if is_serving else "KVCache: model.generate(prompt, …)"
-    reason = f"{readable(each)} per request for the last {rows:,} of {draft.length:,} positions"
+    reason = f"{readable(request_bytes)} per request for the last {rows:,} of {draft.length:,} positions"
     settings.append(Setting("KV cache", cache, reason, "docs/decoding.md, What a row reads"))
     if draft.gpus > 1:
         settings.append(Setting("mesh", f"{draft.gpus} processes, each with its own requests", "a sequence is continued by one process"))
@@ -365,7 +373,7 @@ def _decoding(draft: Any) -> list[Setting]:
 
 
 def _memory(draft: Any, size: int, fits: bool, reason: str) -> Setting:
-    """Adds to the answer whether ``size`` bytes per device fit, and returns the setting that says so."""
+    """Adds to the draft whether ``size`` bytes per device fit, and returns the setting that says so."""
     draft.memory, draft.fits = size, fits
     value = f"{readable(size)} per device, {'fits' if fits else 'does not fit'}"
     return Setting("memory", value, f"{reason}; {draft.machine.name} has {readable(draft.machine.memory)}")
@@ -376,11 +384,11 @@ def _layout(draft: Any) -> str:
 
 
 def _spread(draft: Any) -> Iterator[Setting]:
-    """Yields how a training step is spread over several GPUs."""
+    """Yields the settings that spread a training step over several GPUs; none for one GPU."""
     if draft.gpus > 1:
         reason = "whole sequences fit on a GPU, and GPUs that share none exchange only gradients"
         if draft.context > 1:
-            reason = f"{-(-draft.length // draft.context):,} tokens per GPU; on four H200 {_SHARED[draft.base]}"
+            reason = f"{-(-draft.length // draft.context):,} tokens per GPU; on four H200 {_SHARED_SPEED[draft.base]}"
         elif draft.length < _TOKENS_PER_GPU * draft.data and draft.batch < draft.data:
             reason += f"; sharing one would leave less than 4,096 tokens per GPU: give at least {draft.gpus} sequences per step"
         value = f"{draft.data} × {draft.context} (sequences × parts of one)"
@@ -391,7 +399,7 @@ def _spread(draft: Any) -> Iterator[Setting]:
 
 
 def _why_kind(draft: Any) -> tuple[str, str]:
-    """Returns (reason, source) of the kind of attention."""
+    """Returns why this kind of attention is recommended, and the page that says so: (reason, source)."""
     if draft.name == "torchscale":
         return 'what the weights were trained with, all in the preset; load_torchscale("slide_encoder.pth") reads them', _SAME
     if draft.attention is not None:
@@ -409,7 +417,7 @@ def _why_kind(draft: Any) -> tuple[str, str]:
 
 
 def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
-    """Yields what every use case decides."""
+    """Yields the settings that follow from the attention, whatever the use case: its kind, keys, backend and dtype."""
     yield Setting("kind", kind_of(draft.base, draft.context), *_why_kind(draft))
     if draft.base != "dense" and draft.name != "torchscale":
         reason = "how well a model learns with these keys is not measured here: train it and dense attention on your data where both can"
@@ -439,7 +447,7 @@ def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
 
 
 def _code(draft: Any) -> list[str]:
-    """Returns the lines to paste."""
+    """Returns the lines of code to paste. The last one creates the model or the attention, or sets it; the others prepare that."""
     if draft.implementation == "sdpa":
         # transformers' own attention needs nothing of this package
         return ['model.set_attn_implementation("sdpa")']

@@ -23,9 +23,9 @@ from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANC
 from dilated_attention.testing.cases import Case, Inputs, Space, inputs, random_case
 from dilated_attention.testing.oracle import plain_attention, rounded_out_error
 
-# what one case gives: each result by its name
+# the results of one case by their names
 Result = dict[str, torch.Tensor]
-# the names in every case; one with sinks has "dsinks" in addition, one with a bias "dslopes"
+# the results that every case has; a case with sinks has "dsinks", too, and one with a bias "dslopes"
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -79,8 +79,8 @@ def bias_of(case: Case, x: Inputs) -> Alibi | Distance | None:
         return None
     assert x.coordinates is not None
     # coordinates that all batch entries share are given without the batch dimension, so that cases try both forms
-    places = x.coordinates[0] if len(x.coordinates) == 1 else x.coordinates
-    return Alibi(x.slopes) if case.bias == "alibi" else Distance(places, x.slopes)
+    coordinates = x.coordinates[0] if len(x.coordinates) == 1 else x.coordinates
+    return Alibi(x.slopes) if case.bias == "alibi" else Distance(coordinates, x.slopes)
 
 
 def call(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,7 @@ def results(
     are); without sinks there is no ``dsinks``, without a bias no ``dslopes``."""
     given = {name: y for name in ("q", "k", "v", "slopes", "sinks") if (y := getattr(x, name)) is not None}
     leaves = {name: (y if dtype is None else y.to(dtype)).detach().requires_grad_() for name, y in given.items()}
-    # the function takes q, k and v as arguments, and these from the inputs
+    # the function takes q, k and v as arguments, and slopes and sinks from the inputs
     parameters = {name: y for name, y in leaves.items() if name in ("slopes", "sinks")}
     out, lse = function(case, replace(x, **parameters), leaves["q"], leaves["k"], leaves["v"], **options)
     outputs, cotangents = [out], [x.dout.to(out.dtype).to(out.device)]
@@ -114,16 +114,16 @@ def results(
 def measure(case: Case, backend: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Measured]:
     """Returns the errors and bounds (see ``truth_and_bounds``) of all results of a case."""
     x = inputs(case, dtype, device)
-    mine = results(call, case, x, backend=backend)
+    computed = results(call, case, x, backend=backend)
     truth, bounds = truth_and_bounds(case, x)
-    return [Measured(name, max_error(y, truth[name]), bounds[name]) for name, y in mine.items()]
+    return [Measured(name, max_error(y, truth[name]), bounds[name]) for name, y in computed.items()]
 
 
 def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
     """Returns all results of a case in float64, and their bounds for the dtype and device of the inputs.
 
-    float64, and float32 on a CPU: relative to the largest value, 1e-10 and 1e-5. Everything else: 2·E(plain) + band, as in
-    ``dilated_attention.testing``, and more for the results named below.
+    In float64, and in float32 on a CPU, a bound is relative to the largest value: 1e-10 and 1e-5. Elsewhere it is 2·E(plain) + band, which
+    ``dilated_attention.testing`` defines, and more for the results named below.
     """
     dtype = x.q.dtype
     truth = results(plain_attention, case, x, torch.float64)
@@ -134,15 +134,15 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
     plain = results(plain_attention, case, x)
     bounds = {name: low_precision_bound(plain[name], truth[name], dtype) for name in truth}
     if dtype is torch.float32 and "dslopes" in bounds:
-        # a sum over all rows, whose terms cancel: what one plain computation gets right by chance binds no other
+        # a sum over all rows whose terms cancel: the plain error may be small by chance, which must not make the bound small
         bounds["dslopes"] = max(bounds["dslopes"], exact["dslopes"])
     if dtype is not torch.float32:
         # backwards read out as it was rounded; the plain computation does not, so it cannot show this error
         for name, error in rounded_out_error(case, x).items():
             bounds[name] += 2 * error
         float32 = results(plain_attention, case, x, torch.float32)
-        # lse is judged as float32. Its error is a relative error of every weight, and kernels for half precision may use a faster exp: an
-        # eighth of their rounding is allowed for it
+        # lse is judged as float32. Its error is a relative error of every weight. Kernels for half precision may use a faster exp, so an
+        # eighth of that dtype's rounding is allowed in addition
         bounds["lse"] = low_precision_bound(float32["lse"], truth["lse"], torch.float32) + torch.finfo(dtype).eps / 8
     return truth, bounds
 
@@ -188,7 +188,7 @@ def check_backend(
                     f"{name} {dtype} on {device}: E({found.name}) = {found.error:.3g} > {found.bound:.3g} for\nmeasure({case}, "
                     f"{name!r}, {dtype}, {str(device)!r})"
                 )
-            # a bound of 0 that holds is held exactly
+            # with a bound of 0 the error is 0, too
             ratio = found.error / found.bound if found.bound else 0.0
             report.worst[found.name] = max(report.worst.get(found.name, 0.0), ratio)
         report.cases += 1

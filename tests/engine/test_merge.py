@@ -170,9 +170,9 @@ def test_chunks_keep_to_the_budget(data: st.DataObject) -> None:
         assert stage.concurrent == (1 if len(sizes) == 1 or 2 * max(sizes) > budget else 2)
     # two stages run the branches once each, and take less where the smallest chunks of all branches together do not fit
     assert sorted(stage.pattern.branches[b] for stage in stages for b in stage.branches) == sorted(pattern.branches)
-    assert stages[0].before is None
+    assert stages[0].merged is None
     for stage in stages[1:]:
-        assert stage.before is not None and stage.pattern.branches[stage.before] == (n, 1)
+        assert stage.merged is not None and stage.pattern.branches[stage.merged] == (n, 1)
 
 
 def test_only_a_call_with_detached_mixing_saves_outputs_of_branches_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

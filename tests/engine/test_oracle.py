@@ -216,7 +216,7 @@ def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.Monke
     if fused:
         assert {"_forward", "_backward"} <= {name for name, _ in calls}
         # merged onto the result of the short segments, where chunks of all branches at once would not fit
-        later = {name for name, (_, part, *_) in calls if part.stage.before is not None}
+        later = {name for name, (_, part, *_) in calls if part.stage.merged is not None}
         assert later == ({"_forward", "_backward"} if "chunks" in runner else set())
 
 

@@ -16,6 +16,7 @@ from dilated_attention.backends.tiles.rows import (
     LOG2_E,
     VARYING,
     class_words,
+    coordinates_of,
     distances,
     drop,
     hide,
@@ -25,10 +26,9 @@ from dilated_attention.backends.tiles.rows import (
     key_parts,
     list_steps,
     load_both,
-    load_places,
+    load_coordinates,
     load_rows,
     next_block,
-    places_of,
     product,
     read_list,
     read_segment,
@@ -46,7 +46,7 @@ def _query_step(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of keys [a, a + BLOCK) to dq, and with BIAS to each row's ``total`` of ds ∘ distances."""
+    """Adds the contribution of keys [a, a + BLOCK) to dq (acc0, acc1), and with BIAS to each row's ``total`` of ds ∘ distances."""
     j = a + tl.arange(0, BLOCK)
     valid = j < count
     k_at, v_at = k_base + a * k_step, v_base + a * v_step
@@ -55,13 +55,12 @@ def _query_step(
     if D1 > 0:
         k1, v1 = load_rows(k_at, k_steps, valid, D0, D1, D, MASKED), load_rows(v_at, v_steps, valid, D0, D1, D, MASKED)
     # Padded keys are all zeros, so any finite ds adds nothing to dq. If weights are at most 1, ds is finite where dq is, except in float16,
-    # whose range is too small.
-    # A key's place is not 0 with it.
+    # whose range is too small. With BIAS this does not hold, since the coordinates of a padded key are not zeros.
     BOUNDED: tl.constexpr = PADDING and FORM is None and k0.dtype != tl.float16 and not BIAS
     x = product(q0, q1, k0, k1, D1, PRECISION) * scale - lse[:, None]
     if BIAS:
-        places, place_rate, q_x, q_y, slope = bias
-        k_x, k_y = load_places(places, j * place_rate, valid, MASKED)
+        coordinates, coordinate_rate, q_x, q_y, slope = bias
+        k_x, k_y = load_coordinates(coordinates, j * coordinate_rate, valid, MASKED)
         distance = distances(q_x, q_y, k_x, k_y)
         x -= slope * distance
     if BOUNDED:
@@ -102,9 +101,8 @@ def query_kernel(
 ):  # fmt: skip
     """Computes dq of ROWS queries of one head, one of PARTS parts of a tile of a table (FORM is None) or of a block of ``lists``.
 
-    It also stores, by place, what ``key_kernel`` needs: δ, lse · log2(e) and the dropout words; then, with BIAS, each row's part of the
-    slope's gradient. OWN: ``out_ptr`` holds each branch's
-    own output by place.
+    It also stores in ``stats_ptr`` (B, H, STATS, places), by the query's place, what ``key_kernel`` needs: δ, lse · log2(e) and with
+    DROPOUT two words; then, with BIAS, what the query adds to the slope's gradient. OWN: ``out_ptr`` holds each branch's out by place.
     """
     pid = tl.program_id(0)
     if FORM is None:
@@ -135,9 +133,9 @@ def query_kernel(
         do_base = dout_ptr + batch * do_b + head64 * do_h + row * do_n
         q0, q1 = load_both(q_base, rows * q_n, inside, D0, D1, D)
         d0, d1 = load_both(do_base, rows * do_n, inside, D0, D1, D)
-        part = place + tile * ROWS
+        tile_place = place + tile * ROWS
         if OWN:
-            out_base, out_rows = out_ptr + (head_row * delta_rows + part) * D, local.to(tl.int64) * D
+            out_base, out_rows = out_ptr + (head_row * delta_rows + tile_place) * D, local.to(tl.int64) * D
         else:
             out_base, out_rows = out_ptr + batch * o_b + head64 * o_h + row * o_n, rows * o_n
         out0, out1 = load_both(out_base, out_rows, inside, D0, D1, D)
@@ -152,13 +150,13 @@ def query_kernel(
             word_row = head_row * num_queries + row + rows
             word_a = tl.load(words_a_ptr + word_row, mask=inside, other=0)
             word_c = tl.load(words_c_ptr + word_row, mask=inside, other=1)
-        # a row without keys gets an lse of +inf, so its weights are 0
         STATS: tl.constexpr = (4 if DROPOUT else 2) + (1 if BIAS else 0)
+        # a row without keys gets an lse of +inf, so its weights are 0
         lse = tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
         if FORM is not None:
-            # nor does a row that takes no part have a δ, whatever its dlse is
+            # and its δ is 0, whatever its dlse is
             delta = tl.where(lse == float("inf"), 0.0, delta)
-        row_at = stats_ptr + STATS * (head_row * delta_rows) + part + local
+        row_at = stats_ptr + STATS * (head_row * delta_rows) + tile_place + local
         if DROPOUT:
             # the factor of the kept weights is applied at the end, so ds is computed without it
             delta = delta / keep_scale
@@ -178,12 +176,14 @@ def query_kernel(
             pad_base, pad_first = class_words(padding_ptr + batch * pad_b, branch, rate, first, num_keys, pad_branch)
         if DROPOUT:
             words_base = words_b_ptr + head_row * num_keys + first
-        # without a bias, a row that does not change
+        # ``total`` of a loop without BIAS: any row, which is not read
         bias, total = None, delta
         if BIAS:
-            k_places, q_places = places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, first - q_first, num_queries)
-            q_x, q_y = load_places(q_places, i * rate, inside, True)
-            bias, total = (k_places, rate, q_x, q_y, tl.load(bias_ptr + head)), tl.zeros([ROWS], tl.float32)
+            k_coordinates, q_coordinates = coordinates_of(
+                bias_ptr, batch, num_batches, num_heads, first, num_keys, first - q_first, num_queries
+            )
+            q_x, q_y = load_coordinates(q_coordinates, i * rate, inside, True)
+            bias, total = (k_coordinates, rate, q_x, q_y, tl.load(bias_ptr + head)), tl.zeros([ROWS], tl.float32)
         acc0 = tl.zeros([ROWS, D0], tl.float32)
         acc1 = tl.zeros([ROWS, D1 if D1 > 0 else 1], tl.float32)
         last = tl.minimum(i0 + ROWS, high) - 1
@@ -193,6 +193,7 @@ def query_kernel(
             SUBS: tl.constexpr = FORM.visited_block // BLOCK
             start, end, block_column = list_steps(lists, batch, head, block_row, num_heads, num_queries, SUBS, FORM)
             parts = (start, start, end)
+        # part 0 of the keys needs masks (the window's left end), part 1 needs none, part 2 does (its right end); lists have part 1 only
         for x in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):
             for step in tl.range(parts[x], parts[x + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
                 a = step
@@ -213,7 +214,7 @@ def query_kernel(
             dq_base = dq_ptr + batch * dq_b + head64 * dq_h + row * dq_n
             dq_steps = local.to(tl.int64) * dq_n
         else:
-            dq_base = parts_ptr + (head_row * part_rows + part) * D
+            dq_base = parts_ptr + (head_row * part_rows + tile_place) * D
             dq_steps = local.to(tl.int64) * D
         store_both(dq_base, dq_steps, inside, acc0 * natural_scale, acc1 * natural_scale, D0, D1, D)
 
@@ -225,7 +226,7 @@ def _key_step(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contributions of queries [a, a + BLOCK) to dk and dv; scores are (keys, queries)."""
+    """Adds the contributions of queries [a, a + BLOCK) to dk (dk0, dk1) and dv (dv0, dv1); scores are (keys, queries)."""
     i = a + tl.arange(0, BLOCK)
     inside = i < high
     q_at, do_at = q_base + a * q_step, do_base + a * do_step
@@ -241,8 +242,8 @@ def _key_step(
         delta = tl.load(delta_base + i)
     x = product(k0, k1, q0, q1, D1, PRECISION) * scale - lse[None, :]
     if BIAS:
-        places, rate, k_x, k_y, slope = bias
-        q_x, q_y = load_places(places, i * rate, inside, MASKED)
+        coordinates, rate, k_x, k_y, slope = bias
+        q_x, q_y = load_coordinates(coordinates, i * rate, inside, MASKED)
         x -= slope * distances(k_x, k_y, q_x, q_y)
     p = tl.exp2(x)
     if MASKED and (LEFT or RIGHT):
@@ -285,21 +286,22 @@ def key_kernel(
 ):  # fmt: skip
     """Computes dk and dv of ROWS keys, one of PARTS parts of a tile of a table (FORM is None) or of a block of ``lists``.
 
-    SHARED: for one key/value head, over all its query heads, which have equal offsets; otherwise for one query head.
+    SHARED: of one key/value head, summed over its query heads, which have equal offsets; otherwise what one query head adds to them.
     """
     pid = tl.program_id(0)
+    # programs compute results of key/value heads if SHARED, else of query heads
     heads = kv_heads if SHARED else num_heads
     if FORM is None:
-        own_head = pid % heads
+        result_head = pid % heads
         batch = (pid // heads % num_batches).to(tl.int64)
-        first_head = own_head * group if SHARED else own_head
+        first_head = result_head * group if SHARED else result_head
         branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
             rows_ptr, pid // (heads * num_batches * PARTS), offsets_ptr, num_heads, first_head, q_first, q_last, num_keys, CUT
         )
         tile = tile * PARTS + pid // (heads * num_batches) % PARTS
     else:
-        batch, own_head, block_column, tile = read_list(lists, pid, num_batches, heads, num_keys, PARTS, FORM)
-        first_head = own_head * group
+        batch, result_head, block_column, tile = read_list(lists, pid, num_batches, heads, num_keys, PARTS, FORM)
+        first_head = result_head * group
         branch, rate, first, count, low, high, place = whole_sequence(pid, num_queries, num_keys)
         delta_place = place
     kv_head = (first_head // group).to(tl.int64)
@@ -344,9 +346,9 @@ def key_kernel(
             lse_base = delta_base + delta_rows
             bias = None
             if BIAS:
-                k_places, q_places = places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries)
-                k_x, k_y = load_places(k_places, j * rate, valid, True)
-                bias = (q_places, rate, k_x, k_y, tl.load(bias_ptr + head))
+                k_coordinates, q_coordinates = coordinates_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries)
+                k_x, k_y = load_coordinates(k_coordinates, j * rate, valid, True)
+                bias = (q_coordinates, rate, k_x, k_y, tl.load(bias_ptr + head))
             words_base = (delta_base + 2 * delta_rows).to(tl.pointer_type(tl.int32), bitcast=True)
             if DROPOUT:
                 word_b = tl.load(words_b_ptr + head_row * num_keys + row + rows, mask=valid, other=0)
@@ -354,6 +356,7 @@ def key_kernel(
                 SUBS: tl.constexpr = FORM.visited_block // BLOCK
                 start, stop, block_row = list_steps(lists, batch, head, block_column, num_heads, num_keys, SUBS, FORM)
                 parts = (start, start, stop, stop)
+            # part 0 of the queries needs masks, part 1 needs none, part 2 does; lists have part 1 only
             for x in tl.static_range(0 if RIGHT else 1, 3 if FORM is None else 2):
                 for step in tl.range(parts[x], parts[x + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
                     a = step
@@ -378,8 +381,8 @@ def key_kernel(
             dk_base, dk_steps = dk_ptr + batch * dk_b + kv_head * dk_h + row * dk_n, local.to(tl.int64) * dk_n
             dv_base, dv_steps = dv_ptr + batch * dv_b + kv_head * dv_h + row * dv_n, local.to(tl.int64) * dv_n
         else:
-            part = ((batch * heads + own_head) * part_rows + place + j0) * D
-            dk_base, dk_steps = dk_parts_ptr + part, local.to(tl.int64) * D
-            dv_base, dv_steps = dv_parts_ptr + part, local.to(tl.int64) * D
+            at_place = ((batch * heads + result_head) * part_rows + place + j0) * D
+            dk_base, dk_steps = dk_parts_ptr + at_place, local.to(tl.int64) * D
+            dv_base, dv_steps = dv_parts_ptr + at_place, local.to(tl.int64) * D
         store_both(dk_base, dk_steps, valid, dk0 * natural_scale, dk1 * natural_scale, D0, D1, D)
         store_both(dv_base, dv_steps, valid, dv0, dv1, D0, D1, D)

@@ -11,6 +11,7 @@ from dilated_attention.backends.tiles.rows import (
     LN_2,
     VARYING,
     class_words,
+    coordinates_of,
     distances,
     drop,
     hide,
@@ -19,10 +20,9 @@ from dilated_attention.backends.tiles.rows import (
     key_parts,
     list_steps,
     load_both,
-    load_places,
+    load_coordinates,
     load_rows,
     next_block,
-    places_of,
     product,
     read_list,
     read_segment,
@@ -52,8 +52,8 @@ def _step(
     x = product(q0, q1, k0, k1, D1, PRECISION)
     factor = scale
     if BIAS:
-        places, _, q_x, q_y, slope = bias
-        k_x, k_y = load_places(places, j * rate, valid, MASKED)
+        coordinates, _, q_x, q_y, slope = bias
+        k_x, k_y = load_coordinates(coordinates, j * rate, valid, MASKED)
         x = x * scale - slope * distances(q_x, q_y, k_x, k_y)
         factor = 1.0
     if FORM is not None:
@@ -132,9 +132,11 @@ def forward_kernel(
             words_base = words_b_ptr + (batch * num_heads + head) * num_keys + first
         bias = None
         if BIAS:
-            k_places, q_places = places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, first - q_first, num_queries)
-            q_x, q_y = load_places(q_places, i * rate, inside, True)
-            bias = (k_places, rate, q_x, q_y, tl.load(bias_ptr + head))
+            k_coordinates, q_coordinates = coordinates_of(
+                bias_ptr, batch, num_batches, num_heads, first, num_keys, first - q_first, num_queries
+            )
+            q_x, q_y = load_coordinates(q_coordinates, i * rate, inside, True)
+            bias = (k_coordinates, rate, q_x, q_y, tl.load(bias_ptr + head))
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc0 = tl.zeros([ROWS, D0], tl.float32)

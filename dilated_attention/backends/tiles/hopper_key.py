@@ -65,15 +65,15 @@ def _key_row(
     """Returns what the producer and the consumers need from a row of the table of keys."""
     num_batches, num_heads, kv_heads, group, q_first, q_last, num_keys = shape
     heads = kv_heads if FLAGS.SHARED else num_heads
-    own_head = index % heads
+    result_head = index % heads
     batch = (index // heads % num_batches).to(gl.int64)
-    first_head = own_head * group if FLAGS.SHARED else own_head
+    first_head = result_head * group if FLAGS.SHARED else result_head
     branch, rate, first, count, low, high, tile, place, _places, delta_place = read_segment(
         rows_ptr, index // (heads * num_batches), offsets_ptr, num_heads, first_head, q_first, q_last, num_keys, FLAGS.CUT
     )
     j0 = tile * ROWS
     begin, steps = _key_range(j0, count, low, high, bounds, BLOCK, FLAGS)
-    return batch, own_head, first_head, branch, rate.to(gl.int64), first, count, j0, low, high, begin, steps, place, delta_place
+    return batch, result_head, first_head, branch, rate.to(gl.int64), first, count, j0, low, high, begin, steps, place, delta_place
 
 
 @gluon.jit
@@ -94,7 +94,7 @@ def _key_produce(inputs, strides, shape, bounds, buffers, signals, total, delta_
     phase = 1
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, _own_head, first_head, _branch, rate, first, count, j0, low, high, begin, steps, _place, delta_place = _key_row(
+        batch, _result_head, first_head, _branch, rate, first, count, j0, low, high, begin, steps, _place, delta_place = _key_row(
             index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         kv_head = (first_head // group).to(gl.int64)
@@ -204,7 +204,7 @@ def _key_consume(
     phase = 0
     tile_phase = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, own_head, first_head, branch, rate, first, count, j0, _low, high, begin, steps, place, _delta_place = _key_row(
+        batch, result_head, first_head, branch, rate, first, count, j0, _low, high, begin, steps, place, _delta_place = _key_row(
             index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         j0 += PART * 64
@@ -297,7 +297,7 @@ def _key_consume(
             dk_step = rate * dk_n
             dv_step = rate * dv_n
         else:
-            part = ((batch * heads + own_head) * part_rows + place + j0) * D
+            part = ((batch * heads + result_head) * part_rows + place + j0) * D
             dk_base = dk_parts_ptr + part
             dv_base = dv_parts_ptr + part
             dk_step = rate * 0 + D

@@ -1,9 +1,9 @@
 """dq and δ over a table of tiles on Hopper: ``query_kernel`` of ``tiles/backward.py`` with the same arguments and formulas. It
-has no padding, dropout or bias (``run.py``) and does not read their arguments.
+cannot do padding, dropout or bias, so it does not read their arguments; calls that have them run the other kernel (``run.py``).
 
 It is built like ``hopper_key.py``. Tried on an H200 and not adopted, with the change in time: three warpgroups of 64 queries (−3 to +4 %),
-queries and dout in registers (−3 to −5 %; ``hopper_key.py`` says why not), warpgroups that take turns (0 %), a program for each row of the
-table (+3 to +20 %).
+queries and dout in registers (−3 to −5 %, but ``hopper_key.py`` says why tiles stay in shared memory), warpgroups that take turns (0 %), a
+program for each row of the table (+3 to +20 %).
 """
 
 # mypy does not know the types of kernels
@@ -43,7 +43,8 @@ from dilated_attention.backends.tiles.rows import LOG2_E, VARYING
 def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_queries, delta_rows, D: gl.constexpr, FLAGS: gl.constexpr):
     """The producer of ``query_kernel``.
 
-    Loads each tile's queries, dout and lse, then its out as the first stage of the ring, then blocks of keys and values.
+    It loads each tile's queries, dout and lse. Then it fills stages of the ring: the first one of a tile with its out, of which δ is made
+    once, the others with blocks of keys and values.
     """
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, rows_ptr, offsets_ptr = inputs
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, o_b, o_n, o_h, do_b, do_n, do_h = strides
@@ -59,7 +60,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
     phase = 1
     tile_phase = 1
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, _branch, rate, first, count, i0, high, row, begin, steps, part, _places = query_row(
+        batch, head, _branch, rate, first, count, i0, high, row, begin, steps, place, _places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         head64 = head.to(gl.int64)
@@ -79,7 +80,7 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
         out_base = out_ptr + batch * o_b + head64 * o_h + row * o_n
         out_step = rate * o_n
         if FLAGS.OWN:
-            out_base = out_ptr + (head_row * delta_rows + part) * D
+            out_base = out_ptr + (head_row * delta_rows + place) * D
             out_step = rate * 0 + D
         out_offsets = copy_offsets(out_step, 64, COLUMNS)
         mbarrier.wait(empty.index(stage), phase)
@@ -107,19 +108,19 @@ def _query_produce(inputs, strides, shape, bounds, buffers, signals, total, num_
 
 @gluon.jit
 def _query_weights(s, a, i0, count, bounds, scale, lse, FLAGS: gl.constexpr):
-    """Computes p of 64 queries and keys [a, a + BLOCK)."""
+    """Returns p (64, BLOCK) of 64 queries from i0 on and keys [a, a + BLOCK); ``lse`` is in base 2."""
     p = exp2(s * scale - gl.expand_dims(lse, 1))
     return hide(p, a, i0, count, bounds, 0.0, FLAGS)
 
 
 @gluon.jit
 def _query_consume(
-    PART: gl.constexpr, FLAGS: gl.constexpr, inputs, outputs, strides, shape, bounds,
+    PART: gl.constexpr, FLAGS: gl.constexpr, tables, outputs, strides, shape, bounds,
     buffers, signals, total, part_rows, delta_rows, direct, scale, natural_scale,
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup PART of ``query_kernel``: computes δ and dq of 64 queries."""
-    rows_ptr, offsets_ptr, dlse_ptr = inputs
+    """Consumer warpgroup PART of ``query_kernel``: computes δ and dq of 64 queries of each tile."""
+    rows_ptr, offsets_ptr, dlse_ptr = tables
     stats_ptr, dq_ptr, parts_ptr = outputs
     dq_b, dq_n, dq_h, dlse_b, dlse_n, dlse_h = strides
     q_smem, do_smem, lse_smem, k_smem, v_smem = buffers
@@ -139,12 +140,12 @@ def _query_consume(
     phase = 0
     tile_phase = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, branch, rate, _first, count, i0, high, row, begin, steps, part, _places = query_row(
+        batch, head, branch, rate, _first, count, i0, high, row, begin, steps, place, _places = query_row(
             index, rows_ptr, offsets_ptr, shape, bounds, BLOCK, FLAGS
         )
         i0 += PART * 64
         row += PART * 64 * rate
-        part += PART * 64
+        place += PART * 64
         head64 = head.to(gl.int64)
         head_row = batch * num_heads + head
         local = gl.arange(0, 64, layout=by_row)
@@ -152,7 +153,7 @@ def _query_consume(
         mbarrier.wait(tile_full, tile_phase)
         tile_phase ^= 1
         mbarrier.wait(full.index(stage), phase)
-        # the producer has put out where the first keys and values would be: the rows of part 0, those of part 1
+        # in this stage the producer stored the rows of ``out``: those of warpgroup 0 in the buffer of keys, those of 1 in that of values
         out = (k_smem if PART == 0 else v_smem).index(stage).slice(0, 64).load(o_layout).to(gl.float32)
         delta = gl.convert_layout(gl.sum(do_smem.index(PART).load(o_layout).to(gl.float32) * out, 1), by_row)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -163,7 +164,8 @@ def _query_consume(
         lse = lse_smem.index(PART).load(by_row)
         # a row without keys gets an lse of +inf, so its weights are 0
         lse = gl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E
-        row_at = stats_ptr + 2 * (head_row * delta_rows) + part + local
+        # stats_ptr is (B, H, 2, places): δ, then lse in base 2
+        row_at = stats_ptr + 2 * (head_row * delta_rows) + place + local
         gl.store(row_at, delta, mask=inside)
         gl.store(row_at + delta_rows, lse, mask=inside)
         fence_async_shared()
@@ -199,14 +201,15 @@ def _query_consume(
             dq, ds = warpgroup_mma_wait(0, deps=(dq_running, new_ds))
             mbarrier.arrive(empty.index(last), count=1)
             last = now
-        # queries and dout are not read any more: dq needs ds and keys alone
+        # queries and dout are not read any more: the last product is of ds and keys
         mbarrier.arrive(tile_empty, count=1)
         dq_running = warpgroup_mma(ds, k_smem.index(last), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq_running,))
         mbarrier.arrive(empty.index(last), count=1)
-        dq_base = parts_ptr + (head_row * part_rows + part) * D
+        dq_base = parts_ptr + (head_row * part_rows + place) * D
         dq_step = rate * 0 + D
         if branch == direct:
+            # this branch writes into dq itself, the others at their places
             dq_base = dq_ptr + batch * dq_b + head64 * dq_h + row * dq_n
             dq_step = rate * dq_n
         store_tile(dq_base, dq_step, high - i0, dq * natural_scale, D)
@@ -223,7 +226,7 @@ def query_kernel(
     D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Computes δ and dq of 64 queries per warpgroup."""
+    """Computes δ and dq of ``total`` tiles, of 64 queries per consumer warpgroup."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], dtype)
     number_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,9 +1,7 @@
-"""What the Hopper kernels over a table share: reading a row of the table, copies of strided rows into shared memory, products, stores.
+"""What the Hopper kernels over a table have in common: they read a row of the table, copy strided rows into shared memory, multiply, store.
 
 A program has a producer of four warps and two consumer warpgroups. The producer fills a ring of shared-memory stages with cp.async. Each
 consumer multiplies 64 rows with wgmma. Rows that do not exist and columns beyond the head dim are filled with zeros.
-
-In copies and stores ``left`` is how many rows still exist; in ``bounds`` it is how far a window reaches to the left.
 """
 
 # mypy does not know the types of kernels
@@ -27,13 +25,13 @@ _EX2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
 class Flags(NamedTuple):
-    """The compile-time options of a launch. A kernel reads those that it has.
+    """The compile-time options of a launch. An option that only one of the kernels (forward, query, key) reads names it.
 
     Args:
         LEFT, RIGHT: the window has these bounds (causal: right = 0).
         CUT: some positions have no query or no key.
         ZERO_KEYS: positions that a segment lacks count as keys of score 0 and value 0 (forward).
-        OWN: each branch has its own output, at its places (query).
+        OWN: ``out_ptr`` holds each branch's output by place, not the merged output (query).
         DLSE: there is a gradient of lse (query).
         SHARED: the query heads of a key head read the same keys, so a program adds up their gradients (key).
         PADDING, DROPOUT: keys are padded; pairs are dropped (key).
@@ -52,7 +50,7 @@ class Flags(NamedTuple):
 
 @gluon.jit
 def exp2(x):
-    # flushes denormals: gl.exp2 spends three more instructions to keep them
+    """Returns 2^x, with denormals flushed to 0: gl.exp2 spends three more instructions to keep them."""
     return gl.inline_asm_elementwise(_EX2, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -83,7 +81,7 @@ def product_layout(columns):
 
 @gluon.jit
 def halves(tile, D0: gl.constexpr, D1: gl.constexpr):
-    """Returns the blocks D0 and D1 of a tile's columns; twice the first one if D1 is 0."""
+    """Returns a tile's first D0 columns and the D1 columns after them; twice the first ones if D1 is 0."""
     first = tile.slice(0, D0, dim=1)
     second = first
     if D1 > 0:
@@ -123,7 +121,7 @@ def copy_layout(columns):
 
 @gluon.jit
 def copy_offsets(step, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Returns the offsets of the elements of ROWS rows that are ``step`` elements apart. 32 bits save registers."""
+    """Returns the offsets of the elements of ROWS rows that are ``step`` elements apart, in 32 bits, which saves registers."""
     layout: gl.constexpr = copy_layout(COLUMNS)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
@@ -131,13 +129,13 @@ def copy_offsets(step, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(smem, base, offsets, left, D: gl.constexpr):
-    """Starts the copy of a tile's first ``left`` rows; the others become 0."""
+def copy_rows(smem, base, offsets, existing, D: gl.constexpr):
+    """Starts the copy of a tile's first ``existing`` rows; the others become 0."""
     NUM_ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     layout: gl.constexpr = copy_layout(COLUMNS)
     rows = gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(1, layout))
-    mask = gl.expand_dims(rows < left, 1)
+    mask = gl.expand_dims(rows < existing, 1)
     if COLUMNS > D:
         columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         mask = mask & gl.expand_dims(columns < D, 0)
@@ -147,11 +145,11 @@ def copy_rows(smem, base, offsets, left, D: gl.constexpr):
 
 
 @gluon.jit
-def copy_numbers(smem, base, step, left):
-    """Starts the copy of 32-bit numbers that are ``step`` apart, such as lse; those from ``left`` on become 0."""
+def copy_numbers(smem, base, step, existing):
+    """Starts the copy of the first ``existing`` 32-bit numbers, such as lse, that are ``step`` apart; the others become 0."""
     COUNT: gl.constexpr = smem.shape[0]
     i = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    async_copy.async_copy_global_to_shared(smem, base + i.to(gl.int64) * step, mask=i < left)
+    async_copy.async_copy_global_to_shared(smem, base + i.to(gl.int64) * step, mask=i < existing)
 
 
 @gluon.jit
@@ -164,15 +162,15 @@ def scores(a0, a1, tile, zeros, D0: gl.constexpr, D1: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(base, step, left, x, D: gl.constexpr):
-    """Writes the first ``left`` rows of x in 16-byte pieces."""
+def store_tile(base, step, existing, x, D: gl.constexpr):
+    """Writes the first ``existing`` rows of x in 16-byte pieces; ``step``: elements from row to row."""
     NUM_ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     layout: gl.constexpr = copy_layout(COLUMNS)
     x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
     rows = gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    mask = gl.expand_dims(rows < left, 1) & gl.expand_dims(columns < D, 0)
+    mask = gl.expand_dims(rows < existing, 1) & gl.expand_dims(columns < D, 0)
     gl.store(base + copy_offsets(step, NUM_ROWS, COLUMNS), x, mask=mask)
 
 
@@ -182,9 +180,9 @@ def query_row(
 ):  # fmt: skip
     """Returns what producer and consumers need of tile ``index``: a row of the table of queries, for one batch entry and head.
 
-    That is (batch, head, branch, rate in 64 bits, first position, number of keys, index i0 of the tile's first query, end of the segment's
-    queries, row of the first query in q, first key that the tile sees, steps over blocks of keys, place of the first result, places per
-    segment). Queries and keys count the selected positions of a segment.
+    That is (batch, head, branch, rate in 64 bits, position of the segment's index 0, number of keys, index i0 of the tile's first query,
+    end of the segment's query indices, row of query i0 in q, index of the first key that the tile sees, number of blocks of keys, place of
+    query i0, places per segment). Indices count the selected positions of a segment.
     """
     num_batches, num_heads, _group, q_first, q_last, num_keys = shape
     left, right = bounds

@@ -139,7 +139,7 @@ def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries):
+def coordinates_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, num_queries):
     """Returns pointers to the coordinates of keys from ``first`` on and of queries from ``q_row`` on, in a bias that ``run.packed_bias``
     packed: a slope per head, then two coordinates per key, then two per query."""
     keys = bias_ptr + num_heads
@@ -148,7 +148,7 @@ def places_of(bias_ptr, batch, num_batches, num_heads, first, num_keys, q_row, n
 
 
 @triton.jit
-def load_places(base, rows, valid, MASKED: tl.constexpr):
+def load_coordinates(base, rows, valid, MASKED: tl.constexpr):
     """Loads both coordinates of some rows; 0 where MASKED and not valid."""
     at = base + 2 * rows.to(tl.int64)
     if MASKED:

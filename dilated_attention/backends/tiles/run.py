@@ -136,7 +136,7 @@ def forward(
 
 
 def packed_bias(bias: Bias | None) -> Tensor | None:
-    """Returns (slopes · log2(e) | places of keys | places of queries), float32, as kernels read them."""
+    """Returns (slopes · log2(e) | coordinates of keys | coordinates of queries), float32, as kernels read them."""
     return None if bias is None else torch.cat((bias.slopes * _LOG2_E, bias.keys.flatten(), bias.queries.flatten()))
 
 

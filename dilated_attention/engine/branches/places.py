@@ -103,19 +103,19 @@ class Stage(NamedTuple):
         pattern: their pattern.
         heads, positions: of each chunk.
         concurrent: number of chunks that are alive at once.
-        before: the branch of the pattern that stands for the result of the stages before, at every position; None of the first stage.
+        merged: index of the branch of the pattern that stands for the merged result of the earlier stages; None in the first stage.
     """
 
     pattern: DilatedPattern
     heads: int
     positions: int
     concurrent: int = 1
-    before: int | None = None
+    merged: int | None = None
 
     @property
     def branches(self) -> tuple[int, ...]:
         """The branches of the pattern that this stage computes."""
-        return tuple([b for b in range(self.pattern.num_branches) if b != self.before])
+        return tuple([b for b in range(self.pattern.num_branches) if b != self.merged])
 
     def chunks(self, num_heads: int, num_positions: int) -> Iterator[tuple[Range, Range]]:
         """Yields heads [first, last) and positions [first, last)."""
@@ -179,7 +179,7 @@ def make_stages(pattern: DilatedPattern, shape: Shape, row_bytes: int, budget: i
             short, short_bytes = _stage_of(_pattern_of(branches[:count], pattern.tail), shape, row_bytes, budget)
             long, long_bytes = _stage_of(_pattern_of([result, *branches[count:]], pattern.tail), shape, row_bytes, budget)
             if max(short_bytes, long_bytes) < least:
-                best, least = (short, long._replace(before=0)), max(short_bytes, long_bytes)
+                best, least = (short, long._replace(merged=0)), max(short_bytes, long_bytes)
     return best
 
 

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
 
-# (head, offset, kind) of one head of a branch. Heads of equal kind have problems of the same shape
+# (head, offset, kind) of a head that runs a branch. Heads of equal kind have problems of the same shape
 Member = tuple[int, int, Any]
 
 
 class HeadGroup(NamedTuple):
-    """Query heads start, start + step, … and the key/value heads they read, with the same number of query heads for each.
+    """Query heads start, start + step, … (``size`` of them) and the key/value heads kv_start, kv_start + kv_step, … that they read.
+
+    Each of these key/value heads is read by equally many of the query heads.
 
     Args:
         shift: number of positions by which each head's rows are shifted from those of the previous head. If it is not 0, no two
@@ -42,15 +44,15 @@ class HeadGroup(NamedTuple):
 
 
 def head_groups(members: Sequence[Member], group_size: int, shifted: bool) -> list[tuple[HeadGroup, int, int]]:
-    """Divides members into few groups and returns each with the head and the offset of its first member.
+    """Divides members into few groups, and returns (group, head and offset of its first member) for each.
 
     Args:
         members: in the order of their heads.
         group_size: number of query heads that read one key/value head.
         shifted: whether groups may hold heads with different offsets.
     """
-    # plans of other lengths, or of a ring's steps, differ in their rows but not in their heads: with kinds replaced by numbers, the
-    # groups are cached
+    # plans of other lengths, or of a ring's steps, differ in their rows but not in their heads: once numbers replace the kinds, such plans
+    # find their groups in the cache
     kinds: dict[Any, int] = {}
     return _grouped(tuple([(head, offset, kinds.setdefault(kind, len(kinds))) for head, offset, kind in members]), group_size, shifted)
 
@@ -60,21 +62,21 @@ def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> lis
     best: list[tuple[HeadGroup, int, int]] = []
     indices = [head for head, _, _ in members]
     span = indices[-1] - indices[0] if indices else 0
-    # with contiguous heads every step occurs; computing all differences takes seconds from a thousand heads on
-    is_whole = span == len(indices) - 1
-    steps: Sequence[int] = range(1, span + 1) if is_whole else sorted({b - a for a in indices for b in indices if b > a})
+    # between contiguous heads every step occurs; computing all differences takes seconds from a thousand heads on
+    is_contiguous = span == len(indices) - 1
+    steps: Sequence[int] = range(1, span + 1) if is_contiguous else sorted({b - a for a in indices for b in indices if b > a})
     for same_offset in (True, False) if shifted else (True,):
-        # a group never holds two kinds, nor two offsets unless it is shifted
-        least = len({(kind, offset if same_offset else 0) for _, offset, kind in members})
+        # fewer groups are impossible: a group never holds two kinds, nor two offsets unless it is shifted
+        fewest = len({(kind, offset if same_offset else 0) for _, offset, kind in members})
         for step in steps or (1,):
-            if best and len(best) <= least:
+            if best and len(best) <= fewest:
                 break
             best = _deal(members, step, group_size, same_offset, len(best) or len(members) + 1) or best
     return best
 
 
 def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bool, fewer_than: int) -> list[tuple[HeadGroup, int, int]]:
-    """Returns groups of heads ``step`` apart, each as long as one launch can read; an empty list if there are not ``fewer_than``."""
+    """Returns groups of heads ``step`` apart, each as long as one launch can read; an empty list if that takes ``fewer_than`` or more."""
     waiting = {member[0]: member for member in members}
     groups: list[tuple[HeadGroup, int, int]] = []
     for member in members:
@@ -87,6 +89,7 @@ def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bo
         while (after := waiting.get(run[-1][0] + step)) is not None and _joins(run, after, same_offset):
             del waiting[after[0]]
             run.append(after)
+        # a launch may not be able to read the whole run: its last heads wait for other groups
         while (group := _as_group(run, group_size)) is None:
             last = run.pop()
             waiting[last[0]] = last
@@ -95,11 +98,13 @@ def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bo
 
 
 def _joins(run: list[Member], after: Member, same_offset: bool) -> bool:
-    shift = after[1] - run[-1][1]
+    """Whether a head can follow a run of heads in one group: it is of their kind and continues the shift of their offsets."""
+    (_, first_offset, first_kind), (_, last_offset, _), (_, offset, kind) = run[0], run[-1], after
+    shift = offset - last_offset
     # torch has no negative strides, and a head stride of shift · s_N may outweigh s_H
-    if after[2] != run[0][2] or shift < 0 or (shift == 0) != same_offset:
+    if kind != first_kind or shift < 0 or (shift == 0) != same_offset:
         return False
-    return len(run) == 1 or shift == run[1][1] - run[0][1]
+    return len(run) == 1 or shift == run[1][1] - first_offset
 
 
 def _as_group(run: list[Member], group_size: int) -> HeadGroup | None:
@@ -130,14 +135,15 @@ class Problem(NamedTuple):
 
     Args:
         branch: index of the branch in the pattern.
+        heads: the query heads that one launch takes together.
         q_start, q_len: first query position, and number of queries per segment.
         k_start, k_len: first key position, and number of keys per segment.
         causal: query i of q_len sees keys up to i + k_len − q_len, so the last query sees the last key. The problem is square unless
             the backend aligns its causal mask this way.
         band: allowed range of (key index − query index), for windows.
         zero_keys: z of ``tail="zero_keys"``.
-        opens: no earlier problem of the same branch wrote these (query, head) rows.
-        first: no earlier problem of the whole call did.
+        opens: no earlier problem of the same branch wrote results for these (query, head) rows.
+        first: no earlier problem of any branch did.
     """
 
     branch: int
@@ -157,7 +163,7 @@ class Problem(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) products computed, not counting the zero keys."""
+        """The number of (query, key) products, over all heads and segments, without the zero keys."""
         rows = self.segments * self.heads.size
         if self.causal:
             return rows * (self.q_len * (self.q_len + 1) // 2 + self.q_len * (self.k_len - self.q_len))
@@ -181,7 +187,7 @@ class Problems(NamedTuple):
         return sum(problem.pairs for problem in self.problems)
 
     def branches(self) -> Iterator[tuple[Problems, Problems]]:
-        """Yields the problems of each branch twice: as separate ones, and as a part of the whole."""
+        """Yields (separate, part) for each branch: its problems as if there were no other branch, and as they are in this call."""
         for index in sorted({problem.branch for problem in self.problems}):
             part = tuple([problem for problem in self.problems if problem.branch == index])
             separate = tuple([problem._replace(first=problem.opens) for problem in part])
@@ -198,9 +204,9 @@ class Shape(NamedTuple):
     documents: tuple[Range, ...]
     is_causal: bool
     window: Band | None = None
-    # most queries of one problem under a window: a kernel without native windows computes and masks its whole problem
+    # most queries of one problem under a window: a kernel without native windows computes and masks all of the problem's rectangle
     window_block: int | None = None
-    # take only these heads, numbered from the first of them; groups that share a key/value head must be whole
+    # take only these query heads, and number them from the first one; those of one key/value head are all among them, or none is
     heads: Range | None = None
     # whether one problem may hold heads of several offsets; masks by position need a single offset per problem
     shifted_heads: bool = True
@@ -219,7 +225,7 @@ def whole_shape(num_heads: int, num_kv_heads: int, num_positions: int, is_causal
     return Shape(num_heads, num_kv_heads, whole, whole, (whole,), is_causal)
 
 
-# what does not follow the length is made once: a length that was not before waits for the host
+# cached apart from the problems, since offsets do not depend on the length: the plan of a new length is made while the GPU waits
 @functools.lru_cache(maxsize=256)
 def offsets_of(pattern: DilatedPattern, num_heads: int) -> tuple[tuple[int, ...], ...]:
     """Returns the offset of each branch and query head."""
@@ -237,21 +243,22 @@ def problems_of(pattern: DilatedPattern, shape: Shape) -> Problems:
     for branch, (length, rate) in enumerate(pattern.branches):
         offsets = branch_offsets[branch][first_head:last_head]
         runs = {o: _runs(length, rate, o, shape) for o in set(offsets) if o != NOT_IN_BRANCH}
-        # heads that differ only in their offset have the same runs, apart from where these begin
-        kinds = {o: tuple([(run.first - o, *run[1:]) for run in of_offset]) for o, of_offset in runs.items()}
+        # heads that differ only in their offset have the same runs, apart from where these start
+        kinds = {o: tuple([(run.start - o, *run[1:]) for run in of_offset]) for o, of_offset in runs.items()}
         members = [(head, o, (kinds[o], head not in seen_heads)) for head, o in enumerate(offsets) if o != NOT_IN_BRANCH]
         for heads, leader, offset in head_groups(members, shape.num_heads // shape.num_kv_heads, shape.shifted_heads):
-            first = leader not in seen_heads
+            is_first = leader not in seen_heads
             for run, (q0, q1), (k0, k1), causal, opens, band in _cut(runs[offset], shape):
-                zero = 0
+                zero_keys = 0
                 # only the part with the segment's first key adds the zero keys, so that a cut does not add them twice
                 if not shape.is_causal and run.keys[0] == 0:
-                    zero = pattern.zero_keys(branch, run.document, run.num_keys)
+                    zero_keys = pattern.zero_keys(branch, run.document_length, run.num_taken)
                 # with a single row the step is unused, and it may exceed what a stride can hold
                 step = rate if max(q1 - q0, k1 - k0) > 1 else 1
-                rows = min(length, run.document), step, run.first + rate * q0, q1 - q0, run.first + rate * k0, k1 - k0
-                problems.append(Problem(branch, heads, run.segments, *rows, causal, band, zero, opens, opens and first))
-                if opens and first:
+                # from ``stride`` to ``k_len``
+                rows = min(length, run.document_length), step, run.start + rate * q0, q1 - q0, run.start + rate * k0, k1 - k0
+                problems.append(Problem(branch, heads, run.segments, *rows, causal, band, zero_keys, opens, opens and is_first))
+                if opens and is_first:
                     rows_written += run.segments * (q1 - q0) * heads.size
         seen_heads.update([member[0] for member in members])
     covered = rows_written == (last_head - first_head) * (shape.queries[1] - shape.queries[0])
@@ -259,18 +266,25 @@ def problems_of(pattern: DilatedPattern, shape: Shape) -> Problems:
 
 
 class _Run(NamedTuple):
-    """Equal consecutive segments. Index i of a segment is its i-th taken position, first + step · i. ``document``: its length."""
+    """Equal consecutive segments of one document.
 
-    first: int
+    Args:
+        start: position that the first segment takes first. Index i of a segment is its i-th taken position, start + rate · i.
+        segments: number of segments.
+        num_taken: number of positions that a segment takes, with or without a query or key in this call.
+        queries, keys: the indices that have a query, and those that have a key.
+    """
+
+    start: int
     segments: int
-    num_keys: int
+    num_taken: int
     queries: Range
     keys: Range
-    document: int
+    document_length: int
 
 
 def _runs(length: int, rate: int, offset: int, shape: Shape) -> list[_Run]:
-    """Returns the segments of all documents that hold both queries and keys, with equal neighbors joined into one run."""
+    """Returns the segments of all documents that have both queries and keys, with equal neighbours joined into one run."""
     (q_first, q_last), (k_first, k_last) = shape.queries, shape.keys
     runs = []
     for start, end in shape.documents:
@@ -283,7 +297,7 @@ def _runs(length: int, rate: int, offset: int, shape: Shape) -> list[_Run]:
             first = begin + offset
             # ceil((positions − offset) / rate)
             count = -((offset - min(length, end - begin)) // rate)
-            # indices of the positions in the range of queries, and in that of keys
+            # indices of the positions that have a query, and of those that have a key
             q0, q1 = max(0, -((first - q_first) // rate)), min(count, -((first - q_last) // rate))
             k0, k1 = max(0, -((first - k_first) // rate)), min(count, -((first - k_last) // rate))
             if q0 < q1 and k0 < k1:

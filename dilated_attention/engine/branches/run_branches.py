@@ -38,14 +38,14 @@ from dilated_attention.engine.branches.problems import Problem, Problems, Range,
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
 from dilated_attention.engine.plan import Plan, Tensors, Terms
 
-# returns the view of a problem's rows in another tensor; None if they stay in their own
-Place = Callable[[Problem], View | None]
+# given a problem, returns the view of its rows in a buffer; None if they are written into the result itself
+BufferView = Callable[[Problem], View | None]
 # number of launches that run concurrently where chunks run one by one
 CONCURRENT_LAUNCHES = 3
 
 
 class Part(NamedTuple):
-    """A chunk of a stage of a call.
+    """A chunk of one stage: some heads × positions of a call, which run as a call on views.
 
     Args:
         heads, positions: the query heads [first, last) and positions [first, last) that it computes.
@@ -91,25 +91,23 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
     dlse_rows = () if dlse is None else (dlse.contiguous().transpose(1, 2),)
 
     def run(part: Part) -> None:
-        # dout, q, k, v, out, dq, dk, dv, and dlse if there is one
-        *views, lse_ = part.narrow(H, dout, q, k, v, out, *grads, *dlse_rows, lse.transpose(1, 2))
-        part_masks = _masks_of(masks, part)
+        dout_, q_, k_, v_, out_, lse_, *results = part.narrow(H, dout, q, k, v, out, lse.transpose(1, 2), *grads, *dlse_rows)
+        # results: dq, dk and dv, which are written, then dlse if there is one
+        inputs, part_masks = (dout_, q_, k_, v_, out_), _masks_of(masks, part)
         if at_places:
             # a row without keys must give its scores weight 0; exp(s − (+inf)) does that in every kernel
-            views.insert(5, lse_.masked_fill(lse_ == -torch.inf, torch.inf))
-            _backward(plan, part, views, part_masks, saved)
+            _backward(plan, part, [*inputs, lse_.masked_fill(lse_ == -torch.inf, torch.inf), *results], part_masks, saved)
         else:
-            inputs = *views[:5], lse_
-            shares = run_backward(plan, part.problems, inputs, part_masks, views[8] if dlse_rows else None)
-            for grad, share in zip(views[5:8], shares, strict=True):
-                grad.copy_(share)
+            computed = run_backward(plan, part.problems, (*inputs, lse_), part_masks, results[3] if dlse_rows else None)
+            for grad, x in zip(results[:3], computed, strict=True):
+                grad.copy_(x)
 
     _in_chunks(plan, q.device, run, at_places=at_places)
     return placed(grads, into)
 
 
 def has_own_keys(plan: Plan) -> bool:
-    """Whether no two problems of a branch contribute to the gradient of the same key: then one place per branch holds it."""
+    """Whether no two problems of a branch contribute to the gradient of the same key, so that one place per branch can hold it."""
     problems = plan.problems
     return plan.shape.num_heads == plan.shape.num_kv_heads or (len(problems.problems) == 1 and problems.covered)
 
@@ -148,15 +146,17 @@ def _part_of(plan: Plan, stage: Stage, heads: Range, positions: Range, concurren
         whole = 0, positions[1] - positions[0]
         shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=heads)
     problems = problems_of(stage.pattern, shape)
-    if stage.before is not None:
-        problems = problems._replace(problems=tuple([problem for problem in problems.problems if problem.branch != stage.before]))
+    if stage.merged is not None:
+        # this branch only stands for the result of the earlier stages
+        problems = problems._replace(problems=tuple([problem for problem in problems.problems if problem.branch != stage.merged]))
     return Part(stage, heads, positions, problems, concurrent)
 
 
 def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
-    """Returns where results of a chunk wait: all branches' with ``keeps_parts``, else those of all but the direct branch.
+    """Returns the layout of the places where results of a chunk wait: those of all branches with ``keeps_parts``, else of all but the
+    direct branch, which is written into the result itself.
 
-    Batch entries count as documents: a branch's segments follow those of the entry before, so that one launch takes all of them.
+    Batch entries count as documents: a branch's segments follow those of the previous batch entry, so that one launch takes all of them.
     """
     (B, _, _), H, (first, last) = plan.size, plan.shape.num_heads, part.positions
     documents = tuple(itertools.pairwise(range(0, B * (last - first) + 1, last - first)))
@@ -180,15 +180,15 @@ def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, sa
     k, v = without_padding(k, v, masks.padding)
     H, D = q.shape[2:]
     all_tensors, is_merged = [q, k, v, out, lse], not part.problems.single or saved is not None
-    elsewhere: dict[int, Place] = {}
+    in_buffers: dict[int, BufferView] = {}
     if is_merged:
-        # where outputs are saved, no branch is direct, since the merge would overwrite its output
+        # if outputs are saved, no branch is direct, since the merge would overwrite its output
         layout = _layout(plan, part, saved is not None)
         size = H * layout.num_places
         buffers = q.new_empty(size * D) if saved is None else saved, lse.new_empty(size)
         all_tensors += buffers
         # out is tensor 3, lse tensor 4; their buffers are tensors 5 and 6
-        elsewhere = {3: functools.partial(view_of, layout, 5, D), 4: functools.partial(view_of, layout, 6, 0)}
+        in_buffers = {3: functools.partial(view_of, layout, 5, D), 4: functools.partial(view_of, layout, 6, 0)}
     elif not part.problems.covered:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -198,7 +198,7 @@ def _forward(plan: Plan, part: Part, tensors: Sequence[Tensor], masks: Masks, sa
         results = out_, lse_.transpose(1, 2)
         placed(_launch_forward(plan, launch, q_, k_, v_, masked(launch, mask_views, masks, 0.0, 0), results), results)
 
-    _on_streams(plan, part, "qkkqq", all_tensors, elsewhere, masks, run, whole=plan.backend.capabilities.writes_views)
+    _on_streams(plan, part, "qkkqq", all_tensors, in_buffers, masks, run, is_split=not plan.backend.capabilities.writes_views)
     if is_merged:
         places.combine(layout, (out, lse), buffers)
 
@@ -215,7 +215,7 @@ def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved
     tensors[2:4] = without_padding(k, v, masks.padding)
     H, D = q.shape[2:]
     grads, has_dlse = tensors[6:9], len(tensors) > 9
-    # a single problem is not mixed with others
+    # the output of a single problem is the merged output, so both gradients are the same
     is_detached = plan.settings.detached and not plan.problems.single
     buffers: list[Tensor] = []
     if not part.problems.single:
@@ -227,22 +227,23 @@ def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved
     saved = saved if is_detached else None
     all_tensors = [*tensors, *buffers, *(() if saved is None else (saved,))]
     # dq, dk and dv are tensors 6 to 8; their buffers follow all tensors
-    elsewhere: dict[int, Place] = {6 + i: functools.partial(view_of, layout, len(tensors) + i, D) for i in range(len(buffers))}
+    in_buffers: dict[int, BufferView] = {6 + i: functools.partial(view_of, layout, len(tensors) + i, D) for i in range(len(buffers))}
     if saved is not None:
-        # out, tensor 4, is each branch's own
-        elsewhere[4] = functools.partial(view_of, _layout(plan, part, True), len(all_tensors) - 1, D)
+        # instead of out, tensor 4, kernels read the saved output of their branch
+        in_buffers[4] = functools.partial(view_of, _layout(plan, part, True), len(all_tensors) - 1, D)
 
     def run(launch: Launch, views: list[Tensor]) -> None:
         dout_, q_, k_, v_, out_, lse_, dq_, dk_, dv_, *mask_views = views
         dlse_ = mask_views.pop(0).transpose(1, 2) if has_dlse else None
         options = masked(launch, mask_views, masks, 0.0, 0)
-        # the mixing weights count as constants, so a branch's δ = Σ dout·out takes its own output; its weights stay exp(s − merged lse)
+        # the mixing weights count as constants, so δ = Σ dout·out of a branch takes that branch's output; its weights stay
+        # exp(s − merged lse)
         if is_detached and saved is None:
             out_, _ = _launch_forward(plan, launch, q_, k_, v_, options)
         shares = plan.backend.backward(dout_, q_, k_, v_, out_, lse_.transpose(1, 2), options, dlse=dlse_, grads=(dq_, dk_, dv_))
         placed(shares, (dq_, dk_, dv_))
 
-    _on_streams(plan, part, "qqkkqqqkk" + "q" * has_dlse, all_tensors, elsewhere, masks, run)
+    _on_streams(plan, part, "qqkkqqqkk" + "q" * has_dlse, all_tensors, in_buffers, masks, run)
     if buffers:
         places.combine(layout, grads, buffers)
 
@@ -259,8 +260,8 @@ def _launch_forward(
 
 
 def _on_streams(
-    plan: Plan, part: Part, letters: str, tensors: list[Tensor], elsewhere: dict[int, Place], masks: Masks,
-    run: Callable[[Launch, list[Tensor]], None], *, whole: bool = False,
+    plan: Plan, part: Part, letters: str, tensors: list[Tensor], in_buffers: dict[int, BufferView], masks: Masks,
+    run: Callable[[Launch, list[Tensor]], None], *, is_split: bool = True,
 ) -> None:  # fmt: skip
     """Calls ``run`` with each launch of a chunk's problems and that launch's views of the tensors.
 
@@ -268,22 +269,22 @@ def _on_streams(
 
     Args:
         letters: for each of the first tensors, "q" if its rows are those of queries, "k" if those of keys (``launches.rows_of``).
-        elsewhere: by the index of a tensor, where a problem's rows of it are instead.
-        whole: a launch takes a whole branch, since it allocates nothing in addition to its results.
+        in_buffers: by the index of a tensor, the function that returns the view of a problem's rows in a buffer instead.
+        is_split: large problems are split into several launches, so that what a launch allocates stays small.
     """
     device, heads, positions = tensors[0].device, part.heads, part.positions
     tensors = tensors + masks_of(masks, 0.0, (0, 0), 0, device)
 
     def make() -> list[tuple[Launch, ...]]:
         rows = rows_of(letters, tensors, 0, masks, 0.0)
-        for index, place in elsewhere.items():
-            rows[index] = rows[index]._replace(place=place)
-        part_bytes = None if whole else PART_BYTES.get(device.type, PART_BYTES["cuda"])
+        for index, view in in_buffers.items():
+            rows[index] = rows[index]._replace(place=view)
+        part_bytes = PART_BYTES.get(device.type, PART_BYTES["cuda"]) if is_split else None
         all_launches = launches_of(part.problems.problems, rows, plan.backend.capabilities, part_bytes, plan.options)
         return sorted(all_launches, key=lambda launches: -launches[0].problem.pairs)
 
     # equal chunks have the same launches
-    launches = plan.once((letters, tuple(elsewhere), part.stage.before, heads, positions[1] - positions[0]), make)
+    launches = plan.once((letters, tuple(in_buffers), part.stage.merged, heads, positions[1] - positions[0]), make)
     num_streams = 1 if part.concurrent > 1 or not plan.backend.capabilities.concurrent else min(CONCURRENT_LAUNCHES, len(launches))
     with Streams(device, num_streams) as streams:
         for stream in range(len(streams)):
@@ -296,8 +297,8 @@ def _on_streams(
 def terms(plan: Plan) -> Terms:
     """See ``Runner.terms``.
 
-    A chunk's waiting results are freed as soon as its kernels are issued. So those of the chunk on the other stream do not count: they are
-    memory that the allocator holds in reserve.
+    A chunk's waiting results are freed as soon as its kernels are issued. So those of a chunk on another stream do not count: the allocator
+    only holds their memory in reserve.
     """
     # e and a: bytes of an element, and of one in the accumulation dtype
     (B, D, e), shape = plan.size, plan.shape
