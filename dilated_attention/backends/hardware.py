@@ -1,4 +1,5 @@
-"""What a machine can do: a frozen record, made by asking for capabilities, never from a GPU's name. Also devices, streams, graphs."""
+"""What a machine can do: a frozen record, made by asking for capabilities, never from a GPU's name. Also contexts of devices and streams,
+and what CUDA graphs keep alive."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from dilated_attention.pattern.checks import shown
 
 logger = logging.getLogger("dilated_attention")
-# name of a package in Hardware.packages → the module that must be importable
+# kernel packages, as named in Hardware.packages → the module that must be importable; _packages finds FlashAttention-3 in other ways
 PACKAGES = {
     "flash-attn-4": "flash_attn.cute",
     "flash-attn-2": "flash_attn.flash_attn_interface",
@@ -79,7 +80,8 @@ def hardware_of(device: Any, hardware: Any) -> Hardware:
         try:
             return detect(device)
         except (RuntimeError, AssertionError, TypeError) as error:
-            error_type, reason = TypeError if isinstance(error, TypeError) else ValueError, str(error).splitlines()[0]
+            error_type = TypeError if isinstance(error, TypeError) else ValueError
+            reason = str(error).splitlines()[0]
             raise error_type(f"device is {shown(device)}; expected one of this machine, such as 'cpu', or hardware=: {reason}") from error
     if device is not None:
         raise ValueError(f"device is {device!r} and hardware is given too; ask about one of them")
@@ -114,14 +116,15 @@ def _packages() -> frozenset[str]:
     # several packages register FlashAttention-3's ops
     if hasattr(torch.ops.flash_attn_3, "fwd") or _importable("flash_attn_interface"):
         found.add("flash-attn-3")
-    # its fp8 kernels are no ops of their own, and a build without them fails only when called; the package fa3-fwd always has them
+    # FlashAttention-3's fp8 kernels are not separate ops, and a build without them fails only when called; fa3-fwd always has them
     if hasattr(torch.ops.fa3_fwd, "fwd") or _importable("fa3_fwd"):
         found.add("flash-attn-3-fp8")
     return frozenset(found)
 
 
 def _why_xformers_fails() -> str:
-    """Returns why xformers, though installed, cannot compute attention; "" if it can. Imports it: its parts fail separately."""
+    """Returns why xformers, though installed, cannot compute attention; "" if it can. Imports both parts, Python and library: either
+    may fail alone."""
     try:
         from xformers import _cpp_lib
         from xformers.ops import fmha  # noqa: F401
@@ -140,7 +143,8 @@ def _why_xformers_fails() -> str:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Returns the compute capability of a CUDA GPU, or of the current one for the meta device; None where there is none."""
+    """Returns the CUDA compute capability of a GPU; for the meta device, for which kernels are compiled ahead, that of the current
+    GPU; None without a GPU."""
     has_gpu = device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
     return torch.cuda.get_device_capability(device.index) if has_gpu else None
 
@@ -161,7 +165,8 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 class Streams:
     """Some CUDA streams on which independent launches run concurrently: the current one, index 0, and side streams.
 
-    Short launches fill the GPU together. While one chunk is merged (limited by memory), the next is computed (limited by arithmetic).
+    Short launches fill the GPU together. While one chunk of a call is merged (limited by memory), the next is computed (limited by
+    arithmetic).
 
     Side streams wait for the work issued before the ``with`` block, and work issued after the block waits for them. They wait by events,
     which a CUDA graph captures. Only memory that outlives the block may be passed between streams. Other devices have index 0 alone.
@@ -212,13 +217,13 @@ def keep_for_graph(what: object, device_type: str) -> None:
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether Triton has Gluon, the language of the kernels for Hopper (Triton 3.6 or later), and compiles for NVIDIA. AMD's MI300 also
-    reports capability 9."""
+    """Whether Triton has Gluon, the language of the kernels for Hopper (Triton 3.6 or later), and compiles for NVIDIA: AMD's MI300 also has
+    capability 9, but cannot run them."""
     return torch.version.hip is None and _importable("triton.experimental.gluon")
 
 
 def has_kernels(x: torch.Tensor | None) -> bool:
-    """Whether this project's Triton kernels can compute x: it is on a GPU with Triton and not float64, as they compute in float32."""
+    """Whether this project's Triton kernels can compute with x: it is on a GPU with Triton, and not float64, since they use float32."""
     return x is not None and x.device.type == "cuda" and x.dtype is not torch.float64 and has_triton(x.device)
 
 

@@ -1,4 +1,5 @@
-"""What commands share: output, with lines wrapped to the terminal, unwrapped in a file, or as JSON; and options of calls and patterns."""
+"""What all commands use: functions that print, in lines wrapped to a terminal, unwrapped to a file, or as JSON; and options of calls and
+patterns."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ def width() -> int | None:
 
 def put(text: object, *, wrap: bool = True) -> None:
     """Prints ``text``, with ``wrap`` in lines of at most ``width()``."""
-    lines, most = str(text).split("\n"), width() if wrap else None
-    if most is not None:
-        lines = [part for line in lines for part in textwrap.wrap(line, most, break_on_hyphens=False) or [""]]
+    lines, max_width = str(text).split("\n"), width() if wrap else None
+    if max_width is not None:
+        lines = [part for line in lines for part in textwrap.wrap(line, max_width, break_on_hyphens=False) or [""]]
     print("\n".join(lines))
 
 
@@ -55,6 +56,7 @@ def put_json(value: Any) -> None:
 
 
 def add_command(commands: Any, name: str, run: Callable[..., int], *, has_json: bool = True, **about: Any) -> Any:
+    """Adds a command and returns its parser. ``run`` takes the parsed arguments and returns the exit code; ``about`` goes to the parser."""
     parser = commands.add_parser(name, **about)
     if has_json:
         parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -82,7 +84,7 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
 
 
 def add_heads(add: Callable[..., Any]) -> None:
-    """Adds the arguments of a call that every kind has, all None unless they are given."""
+    """Adds the arguments that a call of every kind of attention has, all None unless they are given."""
     add("--heads", type=size, help="query heads; default: 12")
     add("--head-dim", type=size, help="default: 64")
     add("--kv-heads", type=size, help="key/value heads; default: as many as query heads")
@@ -144,28 +146,30 @@ def pattern_of(args: argparse.Namespace, kind: str) -> DilatedPattern | BlockPat
     if "random_blocks" not in given:
         _refuse(given.keys() & {"seed"}, "which needs --random-blocks or --density")
     sides = given.pop("window")
-    # one side stands for both; (None, None) is unbounded
-    sides = tuple(sides) if len(sides) > 1 else sides[0] if sides[0] is not None else (None, None)
+    # one number stands for both sides, None (all) for an unbounded one
+    window = tuple(sides) if len(sides) > 1 else sides[0] if sides[0] is not None else (None, None)
     if "random_blocks" in given:
-        return BigBird(sides, given.pop("global_tokens", 0), **given)
-    return GlobalLocal(sides, **given) if "global_tokens" in given else LocalWindow(sides, **given)
+        return BigBird(window, given.pop("global_tokens", 0), **given)
+    return GlobalLocal(window, **given) if "global_tokens" in given else LocalWindow(window, **given)
 
 
 def given_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns those of the options that are given, by name."""
+    """Returns the values of those options in ``names`` that are given, by name."""
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
 
 
 def refuse_others(args: argparse.Namespace, taken: Iterable[str], *names: str) -> None:
-    """Raises UsageError if an option of a pattern or of ``names`` is given that is not among ``taken``."""
+    """Raises UsageError if an option of a pattern or of ``names`` is given that is not among ``taken``, those of ``args.what``."""
     given = given_of(args, *names, *PATTERN_OPTIONS["dilated"], *PATTERN_OPTIONS["block_sparse"])
     _refuse(given.keys() - set(taken), f"which {args.what} does not take; it takes {_flags(taken) or 'none of these'}")
 
 
 def _refuse(names: Iterable[str], why: str) -> None:
+    """Raises UsageError if there are any ``names``; ``why`` is a clause about them, such as "which --density replaces"."""
     if wrong := _flags(names):
         raise UsageError(f"{wrong} given, {why}: drop {wrong}")
 
 
 def _flags(names: Iterable[str]) -> str:
+    """Formats names of options as they are typed: "--density, --seed"."""
     return ", ".join("--" + name.replace("_", "-") for name in sorted(names))

@@ -19,7 +19,7 @@ from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern
 
 _KINDS = ("dilated", "dense", "block_sparse")
-# options that only a call takes
+# options of a call, which a model preset refuses
 _OF_CALLS = ("heads", "head_dim", "kv_heads", "causal")
 
 
@@ -43,6 +43,7 @@ def _warmup(args: argparse.Namespace) -> int:
     pattern = common.pattern_of(args, args.what) if is_call else None
     if not torch.cuda.is_available():
         raise BackendUnavailable("warmup compiles for this machine's GPU, and torch sees none; run it on a machine with one")
+    # a machine without a GPU may lack Triton
     from triton import knobs
 
     from dilated_attention.backends.tiles import launch
@@ -57,7 +58,7 @@ def _warmup(args: argparse.Namespace) -> int:
         knobs.compilation.listener = listen
         _run_call(args, pattern) if is_call else _run_model(args)
         torch.cuda.synchronize()
-        # a form of a kernel that this length does not need
+        # threads may still compile a form of a kernel that only other lengths need; nothing above waits for it
         launch.finish()
     seconds, folder = time.perf_counter() - start, knobs.cache.dir
     if args.json:

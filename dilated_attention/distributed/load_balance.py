@@ -1,10 +1,11 @@
 """Layouts whose processes have equal work: of packed documents, and of several kinds of layers at once.
 
-Work is counted as query-key pairs, as means over heads: a causal dense query at position x of its document has x + 1; of a branch with
-segments of w and rate r it has floor((x mod w) / r) + 1 in the heads that take x. Of block patterns the blocks count whole, as kernels
-compute them.
+Work is counted as query-key pairs, as means over heads. The causal query at position x of its document has x + 1 pairs in dense attention,
+and floor((x mod w) / r) + 1 in a branch with segments of w positions and rate r, in the heads that take x. Of block patterns all pairs of a
+kept block count, since kernels compute them all.
 
-A load is a vector (positions, pairs of each kind of layer), each divided by the mean of a process: an even process has 1 everywhere.
+A *load* is the vector (positions, pairs of each kind of layer), each divided by its mean over processes: 1 everywhere is perfectly even. A
+*run* is a range of positions, a *piece* the runs that are dealt out together to one process.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from dilated_attention.pattern.checks import MAX_RANKS, as_int, as_int_tuple, ch
 
 AnyPattern = BlockPattern | DilatedPattern | None
 Runs = list[Range]
-# maximum over mean pairs of a process up to which a layout counts as balanced
+# a layout is balanced if its ``imbalance``, maximum over mean pairs of a process, is at most this
 BALANCED = 1.03
-# the largest load of a piece, tried one after the other: few large pieces before many small ones
+# upper bounds of a piece's load, tried in this order: few large pieces first, since they need fewer keys of other processes
 LARGEST = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
-# neighbouring documents are one piece up to this fraction of the largest load
+# short neighbouring documents are one piece as long as its load is at most this fraction of the upper bound
 SMALL = 0.25
 # rounds of exchanges between processes
 MOST_EXCHANGES = 64
@@ -104,32 +105,37 @@ def pairs_of(
     lengths = [end - start for start, end in documents]
     if isinstance(pattern, BlockPattern):
         return _pairs_of_blocks(pattern, lengths, num_heads, is_causal, device)
-    longest, each = torch.arange(max(lengths), dtype=torch.int32), torch.tensor(lengths)
-    # positions in a document; a causal query has as many pairs in every document
-    positions = longest if is_causal else torch.cat([longest[:length] for length in lengths])
+    in_longest, each_length = torch.arange(max(lengths), dtype=torch.int32), torch.tensor(lengths)
+    # positions within their document. What a causal query sees does not depend on the document's length: those of the longest one serve all
+    positions = in_longest if is_causal else torch.cat([in_longest[:length] for length in lengths])
     total = torch.zeros(positions.shape, dtype=torch.float64)
     for (segment, rate), offsets in zip(pattern.branches, pattern.offsets(num_heads), strict=True):
-        counts = torch.bincount(torch.tensor([offset for offset in offsets if offset != NOT_IN_BRANCH], dtype=torch.int64), minlength=rate)
-        segment = min(segment, len(longest))
+        # by offset, how many heads have it
+        heads_of_offset = torch.bincount(
+            torch.tensor([offset for offset in offsets if offset != NOT_IN_BRANCH], dtype=torch.int64), minlength=rate
+        )
+        segment = min(segment, len(in_longest))
         inside = positions % segment
-        # a head that takes the position takes every ``rate``-th before and after it
+        # a head that takes this position takes every ``rate``-th one of the segment: the earlier ones and this one, then the later ones
         taken = inside // rate + 1
         if not is_causal:
-            # positions to the end of the document, this one included
-            left = each.repeat_interleave(each) - positions
-            taken += (torch.minimum(left, segment - inside) - 1) // rate
-        total += counts[inside % rate] * taken
+            # how many positions are left in the document, this one included
+            remaining = each_length.repeat_interleave(each_length) - positions
+            taken += (torch.minimum(remaining, segment - inside) - 1) // rate
+        total += heads_of_offset[inside % rate] * taken
     total /= num_heads
     return torch.cat([total[:length] for length in lengths]) if is_causal else total
 
 
 def _pairs_of_blocks(pattern: BlockPattern, lengths: Sequence[int], num_heads: int, is_causal: bool, device: torch.device) -> torch.Tensor:
+    """Returns ``pairs_of`` for a block pattern on documents of these lengths."""
+
     @functools.cache
     def of_length(length: int) -> torch.Tensor:
-        """Returns the pairs of a document's queries, with the keys of whole blocks."""
+        """Returns the pairs of each query of a document, (length,) float64: all keys of the blocks that its row keeps."""
         lists = block_lists(pattern, length, num_heads, is_causal=is_causal, device=device)
-        blocks = lists.row_starts.diff().view(lists.num_heads, -1).double().mean(0).cpu()
-        return (blocks * pattern.k_block).repeat_interleave(pattern.q_block)[:length]
+        blocks_of_row = lists.row_starts.diff().view(lists.num_heads, -1).double().mean(0).cpu()
+        return (blocks_of_row * pattern.k_block).repeat_interleave(pattern.q_block)[:length]
 
     # in a causal pattern that is prefix-stable a position keeps the same keys in every document, so the counts of the longest one serve
     # all; but a block of more queries than keys may reach key blocks after a shorter document's end, and heads draw blocks by the length
@@ -146,44 +152,50 @@ class Dealer:
         self.documents, self.size, self.unit, self.seq_len = documents, size, unit, documents[-1][1]
         self._starts = [start for start, _ in documents]
         assert all(bool(x.sum().isfinite()) for x in pairs), "pairs overflow"
-        # of each kind the pairs before a position, and the mean of a process; a pattern without pairs needs no balance
-        before = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in pairs]
-        self._kinds = [(x, float(x[-1]) / size) for x in before if x[-1]]
+        # for each kind of layer: ((N + 1,), at position x the pairs of all queries below x; the mean pairs of a process). A pattern without
+        # pairs needs no balance and is left out
+        sums = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in pairs]
+        self._kinds = [(x, float(x[-1]) / size) for x in sums if x[-1]]
 
     def candidates(self, *, is_causal: bool) -> Iterator[Layout]:
         """Yields layouts, those of few and long runs first."""
-        whole = -(-self.seq_len // self.unit) * self.unit
-        yield self._layout([[run] for run in itertools.pairwise(self._cut(whole * rank // self.size) for rank in range(self.size + 1))])
+        # a short last unit counts as a complete one; else shards could differ by more than a unit
+        rounded_len = -(-self.seq_len // self.unit) * self.unit
+        cuts = [self._cut(rounded_len * rank // self.size) for rank in range(self.size + 1)]
+        yield self._layout([[run] for run in itertools.pairwise(cuts)])
         for largest in LARGEST:
             for paired in (True,) if is_causal else (False, True):
                 yield self._layout(self._dealt(largest, paired))
 
     def _layout(self, shards: Sequence[Runs]) -> Layout:
         runs = tuple(joined(sorted(mine)) for mine in shards)
+        # all but the first of a load, the positions
         pairs = torch.stack([self._loads(mine).sum(0) for mine in runs])[:, 1:]
         return Layout(self.seq_len, runs, max([1.0, *pairs.flatten().tolist()]))
 
     def _loads(self, runs: Sequence[Range]) -> torch.Tensor:
-        """Returns the loads of runs, (runs, 1 + patterns)."""
+        """Returns the load of each run, (runs, 1 + kinds) float64."""
         starts, ends = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
-        pairs = [(before[ends] - before[starts]) / mean for before, mean in self._kinds]
+        pairs = [(sums[ends] - sums[starts]) / mean for sums, mean in self._kinds]
         return torch.stack([(ends - starts).double() * (self.size / self.seq_len), *pairs], 1)
 
     def _cut(self, position: int) -> int:
-        """Returns the last place for a cut at a position or before it."""
+        """Returns the largest position, at most ``position``, at which the sequence may be cut."""
         if position >= self.seq_len:
             return self.seq_len
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]
         return start + (position - start) // self.unit * self.unit
 
     def _dealt(self, largest: float, paired: bool) -> list[Runs]:
-        """Deals pieces out, the largest first, each to the process where the sum of all loads' squares grows least."""
+        """Returns the runs of each process: deals pieces out, the largest first, each to the process where the sum of squares of all loads
+        grows least, and improves that by exchanges."""
         pieces = self._pieces(largest, paired)
         index = torch.repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
         of_runs = self._loads([run for piece in pieces for run in piece])
         loads = torch.zeros(len(pieces), of_runs.shape[1], dtype=torch.float64).index_add_(0, index, of_runs)
         held, owner = torch.zeros(self.size, loads.shape[1], dtype=torch.float64), torch.zeros(len(pieces), dtype=torch.int64)
         for piece in loads.amax(1).argsort(descending=True, stable=True).tolist():
+            # |held + load|² − |held|² = 2 · held · load + |load|², of which the last term is the same for all processes
             owner[piece] = (held @ loads[piece]).argmin()
             held[owner[piece]] += loads[piece]
         for _ in range(MOST_EXCHANGES):
@@ -197,10 +209,18 @@ class Dealer:
         return dealt
 
     def _exchange(self, loads: torch.Tensor, owner: torch.Tensor, excess: torch.Tensor) -> bool:
-        """Swaps a piece of the most uneven process for a piece of another process, or gives or takes one without return: what reduces the
-        sum of squares of ``excess`` most. Returns False if nothing does. Without swaps as even a layout has three times as many runs."""
+        """Swaps a piece of the most uneven process for another process's, or gives or takes a piece without return: whatever reduces the
+        sum of squares of ``excess`` most. Returns False if nothing reduces it. If pieces were only given and taken, an equally even layout
+        would have three times as many runs.
+
+        Args:
+            loads: (pieces, 1 + kinds).
+            owner: (pieces,) int64, the process of each piece; changed in place.
+            excess: (processes, 1 + kinds), the loads of processes − 1.
+        """
         rank, no_piece = int(excess.abs().amax(1).argmax()), torch.zeros_like(excess)
         mine, others = (owner == rank).nonzero()[:, 0], (owner != rank).nonzero()[:, 0]
+        # the last of ``given`` is none, and so are the last of ``received``, one for each process that may get a piece without return
         given, received = torch.cat([loads[mine], no_piece[:1]]), torch.cat([loads[others], no_piece])
         holders = torch.cat([owner[others], torch.arange(self.size)])
         # half of the change of the sum of squares: |moved|² + moved · difference, of moved = given − received
@@ -216,10 +236,14 @@ class Dealer:
         return True
 
     def _pieces(self, largest: float, paired: bool) -> list[Runs]:
-        """Cuts each document whose load exceeds ``largest`` into pieces of equal length; ``paired``: a piece is two chunks, equally far
-        from both ends, so that causal pieces have about equally many pairs. Short neighbours are one piece."""
+        """Returns the pieces: each document whose load exceeds ``largest`` is cut into pieces of equal length; neighbours among the others
+        are one piece if they are short (``SMALL``).
+
+        Args:
+            paired: a piece of a cut document is two chunks, equally far from both ends, so that causal pieces have about as many pairs.
+        """
         pieces: list[Runs] = []
-        # the loads of the last piece, if it is one of short neighbours
+        # the load of the last piece; None if that is of a document that is cut
         small: torch.Tensor | None = None
         for (start, end), load in zip(self.documents, self._loads(self.documents), strict=True):
             most = float(load.max())
@@ -231,10 +255,10 @@ class Dealer:
                 pieces[-1].append((start, end))
                 continue
             small, count, units = None, math.ceil(most / largest), -(-(end - start) // self.unit)
-            # rounded up, so that each process can get equally many; where there are few, it does not matter
+            # a multiple of the number of processes, so that each can get equally many pieces; of few it does not matter
             count = -(-count // self.size) * self.size if count > self.size / 2 else count
             chunks = count * (1 + paired)
-            # rounded up, since a document's last unit may be short
+            # each edge is rounded up to a unit (hence both signs), since a document's last unit may be short
             edges = [min(start - (-units * i // chunks) * self.unit, end) for i in range(chunks + 1)]
             runs = list(itertools.pairwise(edges))
             for i in range(count):
@@ -242,7 +266,8 @@ class Dealer:
         return pieces
 
     def _even_out(self, dealt: list[Runs]) -> None:
-        """Moves ends of the longest runs, in place, until the numbers of positions of processes differ by at most a unit."""
+        """Moves the first positions of the longest runs to other processes, in place, until their numbers of positions differ by at most a
+        unit."""
         counts = [sum(end - start for start, end in mine) for mine in dealt]
         mean = self.seq_len / self.size
         while max(counts) - min(counts) > self.unit:
@@ -258,6 +283,7 @@ class Dealer:
 
 
 def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:
+    """Returns the patterns as a list, each of a kind whose pairs can be counted."""
     patterns = list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]
     if not patterns:
         raise ValueError("pattern is an empty list; expected a pattern for each kind of layer, or None for dense attention")
@@ -273,7 +299,7 @@ def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:
 
 
 def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> tuple[Range, ...]:
-    """Returns the documents that are not empty."""
+    """Returns (start, end) of each document that is not empty."""
     if cu_seqlens is None:
         return ((0, seq_len),) if seq_len else ()
     if not isinstance(cu_seqlens, torch.Tensor):

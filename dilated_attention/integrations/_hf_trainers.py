@@ -1,5 +1,7 @@
-"""What transformers' ``Trainer`` and accelerate's ``Accelerator`` are told where groups of processes share sequences: which options
-are refused, that a group reads one batch, and what a trainer counts and gathers."""
+"""Adapts transformers' ``Trainer`` and accelerate's ``Accelerator`` to groups of processes that share sequences: refuses options that do
+not work with them, makes each group read one batch, and corrects what a trainer counts and gathers.
+
+All processes of a group see the same samples, of which each holds a part of the positions."""
 
 from __future__ import annotations
 
@@ -16,28 +18,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     """Sets an attribute of this object, not of its class, until ``undo`` is closed."""
-    before = vars(owner)
-    if name in before:
-        undo.callback(before.__setitem__, name, before[name])
+    attributes = vars(owner)
+    if name in attributes:
+        undo.callback(attributes.__setitem__, name, attributes[name])
     else:
-        undo.callback(before.pop, name, None)
-    before[name] = value
+        undo.callback(attributes.pop, name, None)
+    attributes[name] = value
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises ValueError for a Trainer with a loss of its own, options that need the whole sequence in one process, or that has begun."""
+    """Raises ValueError for a Trainer whose class or options compute another loss than the model's or need all positions in one process,
+    and for one that has begun to train."""
     args, loss = trainer.args, getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
-    where = getattr(loss, "__module__", type(loss).__name__)
-    # TRL's makes its loss of log-probabilities, which the model returns of the whole sequence, since TRL adds heads that compute them
-    is_sft = where == "trl.trainer.sft_trainer" and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")
-    # by the method, since one that calls transformers' own may add what it reads in the logits, of which a process has a part
-    if not is_sft and (loss is not importlib.import_module("transformers").Trainer.compute_loss or where != "transformers.trainer"):
+    module = getattr(loss, "__module__", type(loss).__name__)
+    # SFTTrainer computes its loss from log-probabilities. The model returns those of the whole sequence if TRL gives it a head for them
+    is_sft = module == "trl.trainer.sft_trainer" and hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")
+    # only transformers' very method will do: an override may call it and read logits, too, of which a process has a part
+    if not is_sft and (loss is not importlib.import_module("transformers").Trainer.compute_loss or module != "transformers.trainer"):
         raise ValueError(
-            f"{type(trainer).__name__} has its own compute_loss ({where}), which may read logits or log-probabilities of a whole sequence; "
-            "expected transformers' Trainer and the model's own loss: Trainer(model, args, trainer.data_collator, trainer.train_dataset) "
-            "with remove_unused_columns=False in args; or SFTTrainer of a TRL with add_fused_lm_head; or a loop of your own with "
-            "context_parallel(accelerator, model, size=…). Other losses, such as those of preferences and rewards, need whole sequences: "
-            "train without context_parallel"
+            f"{type(trainer).__name__} has its own compute_loss ({module}), which may read logits or log-probabilities of a whole "
+            "sequence; expected transformers' Trainer and the model's own loss: Trainer(model, args, trainer.data_collator, "
+            "trainer.train_dataset) with remove_unused_columns=False in args; or SFTTrainer of a TRL with add_fused_lm_head; or a loop "
+            "of your own with context_parallel(accelerator, model, size=…). Other losses, such as those of preferences and rewards, need "
+            "whole sequences: train without context_parallel"
         )
     rebalances = getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
     for option, is_given, reason in (
@@ -61,7 +64,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raises ValueError for an Accelerator that shares sequences itself, or has prepared loaders."""
+    """Raises ValueError for an Accelerator that shares sequences itself, cuts batches itself, or has prepared loaders or models."""
     config = getattr(accelerator, "parallelism_config", None)
     for kind in ("cp", "tp", "sp"):
         if getattr(config, f"{kind}_enabled", False):
@@ -76,7 +79,8 @@ def check_accelerator(accelerator: Any) -> None:
 
 
 class _DataParallel:
-    """An accelerator as its loaders should see it: each group that shares sequences is one process."""
+    """An accelerator as its loaders should see it: each group that shares sequences is one process. Methods of Accelerator are called on
+    it in place of the accelerator, so they read these counts, and all else of the accelerator."""
 
     dispatch_batches = False
 
@@ -89,27 +93,28 @@ class _DataParallel:
         return getattr(self._accelerator, name)
 
     def _prepare_device_mesh(self) -> None:
-        return None
+        """Returns no mesh: with one, a loader would count its processes instead of the groups."""
 
     def gather(self, data: Any) -> Any:
-        """Returns what the first process of each group has, along the first dimension."""
-        first = [ranks[0] for ranks in self._groups]
+        """Concatenates the tensors of each group's first process along the first dimension; the others of the group have the same ones."""
+        first_ranks = [ranks[0] for ranks in self._groups]
         world = self._accelerator.num_processes
-        return tree_map(lambda x: x.unflatten(0, (world, -1))[first].flatten(0, 1), self._accelerator.gather(data))
+        return tree_map(lambda x: x.unflatten(0, (world, -1))[first_ranks].flatten(0, 1), self._accelerator.gather(data))
 
 
 def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> None:
     """Lets loaders and schedulers that are prepared from now on, and ``gather_for_metrics``, count each group as one process."""
     if accelerator.num_processes == 1:
         return
-    mine = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, sorted(mine))
-    groups = sorted({tuple(ranks) for ranks in of_all})
-    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(of_all))) or len({len(ranks) for ranks in groups}) > 1:
+    my_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, sorted(my_ranks))
+    groups = sorted({tuple(ranks) for ranks in all_ranks})
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(all_ranks))) or len({len(ranks) for ranks in groups}) > 1:
         raise ValueError(f"the groups are {groups}; expected every process in one of them, and groups of equal size")
-    view = _DataParallel(accelerator, [list(ranks) for ranks in groups])
-    kind = type(accelerator)
+    size, view = len(groups[0]), _DataParallel(accelerator, [list(ranks) for ranks in groups])
+    # its methods ask the object that they are called on how many processes there are: the view, if it is to be the groups
+    accelerator_class = type(accelerator)
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object or not all(isinstance(x, torch.Tensor) for x in tree_leaves(input_data)):
@@ -121,16 +126,16 @@ def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> N
                 f"gather_for_metrics over a data set without a length in {len(groups)} groups, whose last samples repeat; expected a data "
                 "set with a length, or gather(), which returns the repeated ones, too"
             )
-        return kind.gather_for_metrics(view, input_data)
+        return accelerator_class.gather_for_metrics(view, input_data)
 
     def prepare_scheduler(scheduler: Any) -> Any:
-        prepared = kind.prepare_scheduler(accelerator, scheduler)
+        prepared = accelerator_class.prepare_scheduler(accelerator, scheduler)
 
         def step(*args: Any, **kwargs: Any) -> None:
-            # accelerate's step calls the scheduler's once for each process; of a group's calls one counts
+            # accelerate's step calls the scheduler's once for each process; of these calls every size-th passes, one for each group
             calls, inner = itertools.count(1), prepared.scheduler.step
-            with contextlib.ExitStack() as after:
-                replace(after, prepared.scheduler, "step", lambda *args, **kwargs: next(calls) % len(groups[0]) or inner(*args, **kwargs))
+            with contextlib.ExitStack() as undo_step:
+                replace(undo_step, prepared.scheduler, "step", lambda *args, **kwargs: next(calls) % size or inner(*args, **kwargs))
                 type(prepared).step(prepared, *args, **kwargs)
 
         if prepared.step_with_optimizer and not prepared.split_batches:
@@ -138,14 +143,18 @@ def share_batches(accelerator: Any, group: Any, undo: contextlib.ExitStack) -> N
         return prepared
 
     replace(undo, accelerator, "prepare_scheduler", prepare_scheduler)
-    # accelerate's own methods, which ask the object that they are called on how many processes there are
-    replace(undo, accelerator, "prepare_data_loader", functools.partial(kind.prepare_data_loader, view))
+    replace(undo, accelerator, "prepare_data_loader", functools.partial(accelerator_class.prepare_data_loader, view))
     replace(undo, accelerator, "gather_for_metrics", gather_for_metrics)
 
 
 def adapt_trainer(trainer: Any, handle: Any, undo: contextlib.ExitStack) -> None:
-    """Makes a Trainer's counts those of the groups, and gives whole logits to metrics."""
-    size, sizes = handle.size, trainer.get_total_train_batch_size
+    """Makes a Trainer count each batch and its tokens once for a group, not once for each process, and gives the logits of all positions to
+    metrics.
+
+    Args:
+        handle: what ``context_parallel`` returns; has the ``size`` of a group, and ``whole_logits``, which makes the model return those.
+    """
+    size, total_batch_size = handle.size, trainer.get_total_train_batch_size
     predict, operations, track = trainer.prediction_step, trainer.floating_point_ops, trainer._track_num_input_tokens
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
@@ -156,14 +165,14 @@ def adapt_trainer(trainer: Any, handle: Any, undo: contextlib.ExitStack) -> None
             handle.whole_logits = False
 
     def track_tokens(inputs: Any) -> None:
-        # a group's processes all count their batch
-        before = trainer.state.num_input_tokens_seen
+        # every process of a group adds the tokens of the group's batch
+        previous = trainer.state.num_input_tokens_seen
         track(inputs)
-        trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size
+        trainer.state.num_input_tokens_seen = previous + (trainer.state.num_input_tokens_seen - previous) // size
 
-    replace(undo, trainer, "get_total_train_batch_size", lambda args: sizes(args) // size)
+    replace(undo, trainer, "get_total_train_batch_size", lambda args: total_batch_size(args) // size)
     replace(undo, trainer, "floating_point_ops", lambda inputs: operations(inputs) / size)
     replace(undo, trainer, "_track_num_input_tokens", track_tokens)
     replace(undo, trainer, "prediction_step", prediction_step)
-    # bound when the trainer was made, and again after each evaluation
+    # the trainer holds the accelerator's former method, and takes the present one only after an evaluation
     replace(undo, trainer, "gather_function", trainer.accelerator.gather_for_metrics)

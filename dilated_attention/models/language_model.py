@@ -28,13 +28,13 @@ class LongNetLM(Pretrained):
 
     Args:
         config: the model configuration.
-        options: see ``models.stack.ModelOptions``. Of a sharded model, tokens and targets are each process's shards; everything but
-            attention works per token.
+        options: see ``models.stack.ModelOptions``. A sharded model takes each process's shards of tokens and targets; all layers but
+            attention work per token.
 
-    The loss of a sharded model is that of the whole sequence, on every process. Its gradient on each process is W times that process's
-    share, so it is exact once gradients are averaged. DDP or FSDP2 over the group (or over a mesh that has it as an axis) average them;
-    without these, call ``average_gradients``. See ``models.loss``. The first process draws drop path for all; dropout uses
-    each process's own random generator.
+    On every process a sharded model returns the loss of the whole sequence. Its gradient there is what this process's positions
+    contribute, times the number of processes, so the mean over processes is exact. DDP or FSDP2 over the group (or over a mesh that has it
+    as an axis) average gradients; without these, call ``average_gradients``. See ``models.loss``. The first process draws drop path for
+    all; dropout uses each process's own random generator.
 
     >>> model = LongNetLM(LongNetConfig(
     ...     vocab_size=256, embed_dim=128, num_layers=3, num_heads=4,
@@ -51,9 +51,9 @@ class LongNetLM(Pretrained):
         if config.vocab_size is None:
             raise ValueError("config.vocab_size is None; LongNetLM needs the number of its tokens, e.g. 256 for bytes")
         self.config = config
-        given = stack_options("LongNetLM", options, is_ring=config.is_ring)
-        self.ring: RingSettings | None = given["ring"]
-        factory: dict[str, Any] = {name: given[name] for name in ("device", "dtype")}
+        of_stack = stack_options("LongNetLM", options, is_ring=config.is_ring)
+        self.ring: RingSettings | None = of_stack["ring"]
+        factory: dict[str, Any] = {name: of_stack[name] for name in ("device", "dtype")}
         self.embedding: nn.Embedding | KmerEmbedding
         if config.kmer > 1:
             self.embedding = KmerEmbedding(config.kmer, config.embed_dim, **factory)
@@ -61,7 +61,7 @@ class LongNetLM(Pretrained):
             self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, **factory)
         self.dropout = nn.Dropout(config.dropout)
         stack = LongNetDecoder if config.is_causal else LongNetEncoder
-        self.decoder = stack(config, **given)
+        self.decoder = stack(config, **of_stack)
         self.output = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
         # std E^-1/2: as the output layer, it gives logits of a normalised hidden state an initial variance near 1
         for layer in (self.embedding, self.output):
@@ -150,7 +150,7 @@ class LongNetLM(Pretrained):
             targets = targets if padding is None else targets.masked_fill(padding, -100)
             check_range("targets", targets, self.config.vocab_size, ignore_index=-100)
         if cache is not None:
-            # memory may run out for the logits, too
+            # the logits are inside: memory may run out for them, too, and the cache must learn of any failure
             with self.decoder.reading(cache, tokens, cu_seqlens) as cache_pass:
                 return F.linear(self.hidden(tokens, seq_len=seq_len, cache=cache_pass), self.output_weight)
         hidden = self.hidden(tokens, cu_seqlens, seq_len, key_padding_mask=padding)
@@ -191,7 +191,7 @@ class LongNetLM(Pretrained):
         cuda_graph: bool = True,
         **options: Unpack[PaddingOptions],
     ) -> Any:
-        """Continues the prompt: each token is drawn as a forward over the whole sequence before it would give it.
+        """Continues the prompt. Each token is drawn from the logits that ``forward`` gives for all tokens so far.
 
         See ``models.generation.generate``; ``models.generate_stream`` yields each token as soon as it is drawn.
 
@@ -211,7 +211,7 @@ class LongNetLM(Pretrained):
         Returns:
             (B, N + tokens added), padded with ``stop_token`` after the end of a sequence; the added tokens are the last columns also of
             prompts padded on the right. For a list, a list of (N_i + tokens added,). With ``config.kmer`` the added tokens are codes, too,
-            so that what is returned can be continued again: the code of a drawn base is base + 5·(code before it mod 5^(k−1)), and the
+            so that what is returned can be continued again: the code of a drawn base is base + 5·(previous code mod 5^(k−1)), and the
             bases are ``codes % 5``.
 
         Raises:

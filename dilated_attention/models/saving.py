@@ -19,13 +19,15 @@ ModelT = TypeVar("ModelT", bound="Pretrained")
 WEIGHTS_FILE = "model.safetensors"
 # the key of the configuration in the header
 _CONFIG = "dilated_attention.config"
-# a run's folder, which examples/recipe writes, has its last model in ``checkpoint``, and how far it is in files of this name
+# a run's folder, which examples/recipe writes, has its last model in ``checkpoint`` and its saved steps in ``checkpoints/step-N``; each of
+# these has a file of this name, which says how far the run was
 _STATE = "run.json"
 
 
 class Pretrained(nn.Module):
     """A model built as ``cls(config, **options)`` that saves itself as a folder and loads from one. A subclass sets ``config_class``, the
-    class of its configuration. Non-persistent buffers must be made in ``__init__`` from the configuration alone, or at each call."""
+    class of its configuration. Non-persistent buffers are not saved: they must be made from the configuration alone, in ``__init__`` or
+    at each call."""
 
     config_class: ClassVar[type[ModelConfig]]
     config: Any
@@ -60,7 +62,7 @@ class Pretrained(nn.Module):
 
         if not str(path):
             raise ValueError("path is ''; expected a folder, '.' for the one that you are in")
-        file, weights = Path(path, WEIGHTS_FILE), _apart(self.state_dict())
+        file, weights = Path(path, WEIGHTS_FILE), _separate(self.state_dict())
         metadata = {"format": "pt", _CONFIG: self.config.to_json()}
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as new:
@@ -90,24 +92,26 @@ class Pretrained(nn.Module):
         """
         folder = find_model(Path(path))
         try:
-            note = _unfinished(folder)
+            unfinished = _unfinished_text(folder)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder / _STATE} is damaged ({error!r}): copy it again, or remove it") from error
-        if note:
-            warnings.warn(note, stacklevel=2)
-        file, beside = folder / WEIGHTS_FILE, folder / "config.json"
+        if unfinished:
+            warnings.warn(unfinished, stacklevel=2)
+        file, config_file = folder / WEIGHTS_FILE, folder / "config.json"
         weights, metadata = read_safetensors(file, device)
         for name, weight in weights.items():
             if not weight.is_floating_point():
                 raise ValueError(f"{file} has {name} in {weight.dtype}; expected weights of a floating dtype")
         if _CONFIG in metadata:
             config = cls.config_class.from_json(metadata[_CONFIG], f"the configuration in {file}")
-        elif beside.exists():
-            config = cls.config_class.load(beside)
+        elif config_file.exists():
+            config = cls.config_class.load(config_file)
         else:
-            raise FileNotFoundError(f"{file} holds no configuration, and {beside} does not exist; expected a folder of save_pretrained")
+            raise FileNotFoundError(
+                f"{file} holds no configuration, and {config_file} does not exist; expected a folder of save_pretrained"
+            )
         stack: Any = getattr(config, "encoder", config)
-        # check this before so many layers are built
+        # a wrong configuration may ask for very many layers, which take long to build
         if stack.num_layers > len(weights):
             raise RuntimeError(f"{file} has {len(weights)} weights, too few for the {stack.num_layers} layers of its configuration")
         # on meta, nothing is allocated or initialized for values that are replaced at once
@@ -120,34 +124,35 @@ class Pretrained(nn.Module):
 
 
 def find_model(path: Path) -> Path:
-    """Returns the folder of the model: ``path``, or in the folder of a run ``path/checkpoint``. FileNotFoundError if neither holds weights;
-    of a run that has only saved its steps, with the command that writes them."""
+    """Returns the folder of the model: ``path``, or ``path/checkpoint`` if that is a run's folder. FileNotFoundError if neither holds
+    weights; for a run that has only saved its steps, its text has the command that writes the model."""
     for folder in (path, path / "checkpoint"):
         if (folder / WEIGHTS_FILE).exists():
             return folder
     if step := _last_step(path):
-        raise FileNotFoundError(f"{path} has no model yet, and the run was last saved after step {step}: {_way_out(path, step)}")
+        raise FileNotFoundError(f"{path} has no model yet, and the run was last saved after step {step}: {_advice(path, step)}")
     what = f"holds no {WEIGHTS_FILE}, nor does checkpoint/ in it" if path.exists() else "does not exist"
     raise FileNotFoundError(f"{path} {what}; expected a folder written by save_pretrained, or that of a run with checkpoint/ in it")
 
 
-def _unfinished(folder: Path) -> str | None:
-    """Returns what to warn of if the model of a run is not that of its end, else None."""
+def _unfinished_text(folder: Path) -> str | None:
+    """Returns the warning that a run's model, in ``folder``, is not that of the run's end; None if it is, or the folder is not a run's."""
     if not (folder / _STATE).is_file():
         return None
     state, last = json.loads((folder / _STATE).read_text()), _last_step(folder.parent)
     what = f"{folder} is the model of step {state['step']}"
     if last > state["step"]:
-        return f"{what}, and the run has been trained to step {last}: {_way_out(folder.parent, last)}"
+        return f"{what}, and the run has been trained to step {last}: {_advice(folder.parent, last)}"
     return f"{what}, after which the run was stopped" if state["stopped"] else None
 
 
 def _last_step(run: Path) -> int:
-    """Returns 0 if there is none; one that is being written has another name, one that is being removed lacks its state."""
+    """Returns the number of the last saved step, 0 if there is none. A step that is being written has another name, and one that is being
+    removed has lost its ``run.json``, so neither counts."""
     return max((int(file.parent.name.removeprefix("step-")) for file in run.glob(f"checkpoints/step-*/{_STATE}")), default=0)
 
 
-def _way_out(run: Path, step: int) -> str:
+def _advice(run: Path, step: int) -> str:
     return f"write that model with the run's script and --resume {run} --steps {step}"
 
 
@@ -157,8 +162,9 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
     import safetensors
 
     damage: Exception | None = None
-    # safetensors opens the file twice: the header may be of one state, and the weights of the next. While it is open here, too, no other
-    # file gets its number; and a file without read permission is not said to be missing
+    # safetensors opens the file twice: the header may be of one state, and the weights of the next, which is another file (inode). It is
+    # open here, too, because no other file gets the number of an open inode, so equal numbers mean the same file; and because ``open``
+    # tells a file without read permission from a missing one
     with path.open("rb") as opened:
         try:
             with safetensors.safe_open(str(path), framework="pt", device=str(torch.device("cpu" if device is None else device))) as file:
@@ -166,8 +172,8 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
                 metadata = file.metadata() or {}
         except safetensors.SafetensorError as error:
             damage = error
-        is_one = os.path.samestat(os.fstat(opened.fileno()), path.stat())
-    if not is_one:
+        is_same_file = os.path.samestat(os.fstat(opened.fileno()), path.stat())
+    if not is_same_file:
         return read_safetensors(path, device)
     if damage is not None:
         raise ValueError(
@@ -176,10 +182,11 @@ def read_safetensors(path: Path, device: Any = None) -> tuple[dict[str, torch.Te
     return weights, metadata
 
 
-def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the weights contiguous, each with separate memory: a file has one name for a weight, and a model needs every name."""
+def _separate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights contiguous, each in its separate memory: safetensors refuses two names for the same memory, and a model with tied
+    weights needs both."""
     taken: set[int] = set()
-    apart = {}
+    separate = {}
     for name, weight in weights.items():
         if weight.is_meta:
             raise ValueError(
@@ -195,5 +202,5 @@ def _apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if x.numel() and x.untyped_storage().data_ptr() in taken:
             x = x.clone()
         taken.add(x.untyped_storage().data_ptr())
-        apart[name] = x
-    return apart
+        separate[name] = x
+    return separate

@@ -179,7 +179,7 @@ def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_caus
     padding[1, 256:400] = True
     num_real = selection._count(~padding, grid.columns)
     part = selection.part_of(pattern, grid, grid.documents[0], slice(0, 16), num_real, H, 0)
-    scores = (torch.randn(2, H, 16, grid.last_scored[-1], generator=torch.Generator().manual_seed(0)) * 2).round() / 2
+    scores = (torch.randn(2, H, 16, grid.scored_on_host[-1], generator=torch.Generator().manual_seed(0)) * 2).round() / 2
     scores[0, 0, 5:9] *= -0.0
     scores[0, 0, 11:, 7], scores[1, 0, 12:, 9] = -torch.inf, torch.inf
     # not a number, with the sign that would put it below everything

@@ -1,8 +1,8 @@
 """Launches of a kernel with fixed arguments except tensors.
 
-From the second call on they skip Triton's binding of arguments, which takes most of the host's time. Kernels are compiled ahead in threads,
-side by side: most of Triton's compiler runs outside Python's lock, or as another process. There are no threads before the first GPU kernel.
-So a forked process, which cannot use the GPU of its parent, needs none of them.
+From the second call on they skip Triton's binding of arguments, which takes most of the host's time. Kernels are compiled ahead in several
+threads: most of Triton's compiler runs outside Python's lock, or as another process. The threads start with the first GPU kernel, so a
+process that is forked earlier starts its own, and one that is forked later cannot use the GPU and needs none.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ _unfinished: set[Future[Any]] = set()
 
 @functools.cache
 def _specialised(kernel: Any) -> tuple[bool, ...]:
-    """Returns for each argument of a kernel whether Triton compiles another variant for 1 and for multiples of 16."""
+    """Returns for each argument of a kernel whether Triton compiles other variants where it is 1 or a multiple of 16."""
     return tuple([not argument.do_not_specialize for argument in kernel.params])
 
 
 class Scratch(NamedTuple):
-    """A part of one allocation: what a launch takes in place of a tensor, since making a view takes longer than a launch."""
+    """A part of one allocation: what a launch takes in place of a tensor, since making a view takes longer than a launch.
+
+    Args:
+        pointer: address of the part on the device.
+        memory: the allocation, uint8; it lives as long as a part of it.
+        start: bytes of ``memory`` in front of the part.
+        elements: number of elements of ``dtype``.
+    """
 
     pointer: int
     memory: Tensor
@@ -49,30 +56,33 @@ class Scratch(NamedTuple):
         return self.memory[self.start : self.start + self.elements * self.dtype.itemsize].view(self.dtype)
 
     def split(self, *counts: int) -> list[Scratch]:
-        """Returns the first so many elements, the next ones, …"""
-        starts = [count * self.dtype.itemsize for count in itertools.accumulate(counts, initial=0)]
+        """Returns consecutive parts of so many elements."""
+        # in bytes; the last one is the end
+        offsets = [elements * self.dtype.itemsize for elements in itertools.accumulate(counts, initial=0)]
         return [
-            Scratch(self.pointer + at, self.memory, self.start + at, count, self.dtype) for at, count in zip(starts, counts, strict=False)
+            Scratch(self.pointer + offset, self.memory, self.start + offset, count, self.dtype)
+            for offset, count in zip(offsets, counts, strict=False)
         ]
 
 
 def workspace(device: torch.device, *parts: tuple[int, torch.dtype]) -> list[Scratch]:
     """Returns the scratch memory of one pass, in a single allocation: aligned parts of (elements, dtype)."""
-    *starts, size = itertools.accumulate([aligned_bytes(*part) for part in parts], initial=0)
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
-    first = memory.data_ptr()
-    return [Scratch(first + start, memory, start, *part) for start, part in zip(starts, parts, strict=True)]
+    *starts, num_bytes = itertools.accumulate([aligned_bytes(*part) for part in parts], initial=0)
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    address = memory.data_ptr()
+    return [Scratch(address + start, memory, start, *part) for start, part in zip(starts, parts, strict=True)]
 
 
 class KernelLaunch:
-    """Launches ``kernel`` with ``programs`` programs; its signature is tensors, then ``numbers``, then ``constants`` by name.
+    """Launches ``kernel`` with ``programs`` programs; its parameters are tensors, then ``numbers``, then ``constants`` by name.
 
     At each launch Triton selects the compiled kernel that fits the arguments. Here numbers and constants are the same in every call. Of the
     tensors only dtype and alignment matter, and the caller keeps the dtypes the same. So the first selection stays valid, and later calls
     make the launch with which Triton's JITFunction.run ends.
 
     Args:
-        dtypes: what tells the tensors' dtypes, with the constants. Launches with equal ones share compiled kernels, whatever their lengths.
+        dtypes: with the constants it determines the tensors' dtypes. Launches that are equal in both use the same compiled kernels,
+            whatever their lengths.
     """
 
     def __init__(
@@ -83,8 +93,9 @@ class KernelLaunch:
         self.programs = programs if isinstance(programs, tuple) else (programs, 1)
         self.numbers, self.constants = tuple(numbers), constants
         self.options, self.dtypes = {"num_warps": warps, "num_stages": stages}, dtypes
-        self._compiled: Any = None
-        self._rest: tuple[Any, ...] = ()
+        # what the first launch with aligned tensors selected, and its arguments after the tensors
+        self._selected: Any = None
+        self._after_tensors: tuple[Any, ...] = ()
 
     def __call__(self, tensors: Sequence[Tensor | Scratch | None], device: int) -> None:
         """Launches the kernel.
@@ -97,25 +108,28 @@ class KernelLaunch:
             self._start(tensors, torch.cuda.current_device())
             return
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        aligned, compiled = all_aligned(pointers), self._compiled
+        aligned, compiled = all_aligned(pointers), self._selected
         if compiled is None and aligned:
             variant = self._variant(len(pointers), device)
             compiled = _compiled.get(variant)
             if isinstance(compiled, Future):
-                # without it, should the compiler raise an error here, the next launch compiles again
+                # if the compilation has failed, ``result`` raises, and the next launch compiles again
                 _compiled.pop(variant, None)
                 compiled = _compiled[variant] = compiled.result()
-            self._keep(compiled, len(pointers))
+            self._select(compiled, len(pointers))
         if compiled is not None and aligned:
             stream = torch._C._cuda_getCurrentRawStream(device)
-            compiled.run(*self.programs, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest)
+            # the arguments of the end of JITFunction.run; None stands for what profilers read, metadata and two hooks
+            compiled.run(
+                *self.programs, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._after_tensors
+            )  # fmt: skip
             return
         given: list[Any] = [x.tensor() if isinstance(x, Scratch) else x for x in tensors]
         with on_device(given[0].device):
             compiled = self.kernel[self.programs](*given, *self.numbers, **self.constants, **self.options)
-        # the interpreter compiles nothing; with another Triton every launch goes through its binding
+        # Triton's interpreter compiles nothing; with a release of Triton that is not known every launch is bound by it
         if compiled is not None and aligned and knows_triton():
-            self._keep(compiled, len(pointers))
+            self._select(compiled, len(pointers))
             _compiled[self._variant(len(pointers), device)] = compiled
 
     def _start(self, tensors: Sequence[Any], device: int) -> None:
@@ -125,18 +139,19 @@ class KernelLaunch:
             arguments = *(None if x is None else x.dtype for x in tensors), *self.numbers
             _compiled[variant] = submit(self.kernel, arguments, self.constants | self.options, device)
 
-    def _keep(self, compiled: Any, num_tensors: int) -> None:
+    def _select(self, compiled: Any, num_tensors: int) -> None:
+        """Keeps the compiled kernel for later launches, unless there is none yet."""
         if compiled is not None:
             names = self.kernel.arg_names[num_tensors + len(self.numbers) :]
-            self._rest = (*self.numbers, *(self.constants[name] for name in names))
-            self._compiled = compiled
+            self._after_tensors = (*self.numbers, *(self.constants[name] for name in names))
+            self._selected = compiled
 
     def _variant(self, num_tensors: int, device: int) -> Hashable:
-        """Returns all that Triton selects a compiled kernel by, for aligned tensors."""
+        """Returns all that Triton selects a compiled kernel by, for aligned tensors; None in Triton's interpreter."""
         if not hasattr(self.kernel, "params"):
-            # the interpreter's
             return None
         specialised = itertools.compress(self.numbers, _specialised(self.kernel)[num_tensors:])
+        # 16 for multiples of it, True for 1, False for other numbers
         kinds = tuple([16 if x % 16 == 0 else x == 1 for x in specialised])
         # numbers beyond 32 bits are compiled in 64
         wide = tuple([i for i, x in enumerate(self.numbers) if x >= 2**31 or x < -(2**31)])
@@ -149,7 +164,7 @@ def knows_triton() -> bool:
 
 
 def submit(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], device: int) -> Future[Any]:
-    """Returns the kernel that a launch with these arguments, dtypes in place of tensors, will select."""
+    """Starts compiling the kernel that a launch with these arguments, dtypes in place of tensors, will select; returns it as a future."""
     compilation = _pool().submit(_compile, kernel, arguments, options, device)
     _unfinished.add(compilation)
     compilation.add_done_callback(_unfinished.discard)
@@ -157,7 +172,7 @@ def submit(kernel: Any, arguments: Sequence[Any], options: dict[str, Any], devic
 
 
 def finish() -> None:
-    """Waits for all that is being compiled."""
+    """Waits until nothing is being compiled."""
     wait(tuple(_unfinished))
 
 

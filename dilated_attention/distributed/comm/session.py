@@ -12,7 +12,8 @@ timeout, or its communicator reports an error:
     1. this rank posts what it waits for, and for 2 s (COLLECT) reads what the others post, to find out who is to blame
     2. the group is marked as failed, and the error goes to stderr; a thread that comes to the group raises RingError
     3. the group's communicators are aborted, so that kernels that wait for a dead rank end and the GPU is free
-    4. if nothing raises, the thread that issued the last exchange is made to as soon as it runs Python again, then the main thread, too
+    4. if nothing raises by itself, RingError is injected into the thread that issued the last exchange, which raises it when it runs Python
+       again; a second later into the main thread, too
     5. if nothing has raised within 10 s (GRACE), because a thread is stuck in a CUDA call, the process ends with exit code 1
 
 So no rank outlives a dead one by more than timeout + COLLECT + GRACE and a few times POLL. Different calls end by steps 2 to 5, too. On a
@@ -43,7 +44,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dilated_attention.distributed.comm.group import Members
 
-# the largest number of calls that a rank remembers
+# the largest number of calls that a rank remembers, each as an ``Entry``
 MOST_ENTRIES = 4096
 # how many of them, the last ones, it posts when ranks disagree
 POSTED_ENTRIES = 64
@@ -53,9 +54,9 @@ COLLECT = 2.0
 POLL = 0.5
 # seconds from a failure until the process ends, if no thread has raised
 GRACE = 10.0
-# the argument of an entry that says which call it is; messages print it: "ranks disagree on what they call: …"
+# the key in ``Entry.arguments`` that says which call it is; messages print it: "ranks disagree on what they call: …"
 CALLED = "what they call"
-# seconds from a failure in which the thread that waits may raise by itself; else autograd's thread and the main thread would both raise
+# seconds from a failure for the thread that waits to raise by itself; without them autograd's thread and the main thread would both raise
 RAISES_ITSELF = 0.2
 
 
@@ -96,11 +97,11 @@ class Session:
         forwards, handshakes: how many of these there were.
         entries: the last calls, by ``count`` at each. 0 stands for no call.
         count_when_equal: ``count`` when all ranks were last known to have made the same calls; infinite if nobody can be asked.
-        agreed: by kind of call that the ranks have agreed on: (``handshakes`` at that time, arguments). ``call_consistency.py`` adds kinds,
-            and forgets all of them when there are too many: on all ranks at the same call, since they make the same calls.
-        agreed_calls: what was agreed on for this rank's last calls, by all that they depend on: (N, arguments, a text that is equal on all
-            ranks if kind and length are).
-        wires: what rows are exchanged by (``p2p.Wire``), by type of device.
+        agreed: kind of call → (``handshakes`` when the ranks agreed on it, arguments). ``call_consistency.py`` adds kinds, and forgets all
+            when there are too many: on all ranks at the same call, since they make the same calls.
+        agreed_calls: for this rank's last calls, all that an agreement depends on → (N, arguments, a text that is equal on all ranks if
+            kind and length are).
+        wires: type of device → the ``p2p.Wire`` that exchanges rows of its tensors.
     """
 
     def __init__(self, members: Members, group: dist.ProcessGroup, timeout: float) -> None:
@@ -123,7 +124,7 @@ class Session:
                 "it; start processes that exchange by spawn or forkserver, or call init_process_group in this one with a store of its own"
             )
         with self.asking():
-            # a connection of its own: torch waits inside the usual one for what a dead rank never posts
+            # a second connection: torch blocks the usual one while it waits for what a dead rank never posts
             self.store: Any = PrefixStore(f"dilated_attention/{group.group_name}", default.clone())
             absent = self._meet()
         if absent:
@@ -134,21 +135,21 @@ class Session:
             )
 
     def _meet(self) -> list[int]:
-        """Waits for all ranks, and replaces the store by a part of it that belongs to this session alone. Returns those that are absent.
+        """Waits for all ranks, and replaces the store by one for this session alone. Returns the ranks that are absent.
 
-        Every rank posts a fresh name. The part's prefix is made of the names of all, so it holds no keys of a group that the program has
-        destroyed, which the store still contains. All have come when all have posted there, since then all have read the same names.
+        Every rank posts a fresh name. The session's store has a prefix made of the names of all, so it has none of the keys that a
+        destroyed group of this name has left behind. All ranks have come when all have posted there: all have then read the same names.
         """
         store, name_keys, order_keys = self.store, self.keys("name"), self.keys("order")
         store.set(name_keys[self.rank], uuid.uuid4().hex)
 
         def join() -> list[int]:
-            """Posts in the part, if all names are there; returns the ranks that are still absent. Called until there are none."""
+            """Posts in the session's store, if all names are there; returns the ranks still absent. Called until there are none."""
             if late := missing(store, name_keys):
                 return late
-            # a name of a destroyed group may still stand here, so names are read anew each time
+            # a name that a destroyed group has left behind may be read before its rank replaces it, so names are read anew each time
             self.store = PrefixStore(uuid.uuid5(uuid.NAMESPACE_OID, str(store.multi_get(name_keys))).hex, store)
-            # what ``compare`` reads: count and checksum, of no calls yet
+            # what ``compare`` reads: count and checksum; there are no calls yet
             self.store.set(order_keys[self.rank], "0 0")
             return missing(self.store, order_keys)
 
@@ -177,7 +178,7 @@ class Session:
             time.sleep(min(0.01 + 0.001 * self.size, 5e-5 + waited / 4))
 
     def post_and_collect(self, what: str, mine: object, timeout: float | None = None) -> dict[int, Any]:
-        """Posts ``mine`` as this rank's ``what``, and returns what each rank has posted, by rank; without those that have posted nothing.
+        """Posts ``mine`` in the store as this rank's ``what``, and returns rank → what it has posted, for the ranks that have posted.
 
         It waits for all of them, until the timeout, or until the watching thread finds that the group has failed.
         """
@@ -189,7 +190,7 @@ class Session:
         return dict(zip(posted, map(json.loads, store.multi_get([keys[rank] for rank in posted])), strict=True))
 
     def keys(self, what: str) -> list[str]:
-        """Returns the store's key of each rank for what they post."""
+        """Returns for each rank the key in the store under which it posts its ``what``."""
         return [f"{what}/{rank}" for rank in range(self.size)]
 
     def ranks_text(self, ranks: Sequence[int]) -> str:
@@ -235,21 +236,21 @@ class Session:
             return
         try:
             with self.asking():
-                # by rank: (where it waited, for whom)
+                # rank → (the exchange in which it gave up, for whom it waited)
                 waits = self.post_and_collect("waits", [f"{what!r} (exchange {exchange})", peers], COLLECT)
         except RingError as error:
             blame = str(error)
         else:
-            # a peer that has given up is a victim like this rank: whom it waits for, whom these wait for, and so on. The list grows in the
-            # loop; those of it that have posted nothing are to blame
+            # a peer that has given up is a victim like this rank, so the culprit is among those that it waits for, or that these wait for,
+            # and so on: the ranks reached that have posted nothing. The list grows in the loop
             waited_for = {rank: others for rank, (_, others) in waits.items()}
             reached = [self.rank]
             for rank in reached:
                 reached += [peer for peer in waited_for.get(rank, ()) if peer not in reached]
             silent = sorted(set(reached) - waits.keys())
             told = [
-                f"{self.ranks_text([rank])} gave up waiting for {self.ranks_text(others)} in {place}"
-                for rank, (place, others) in waits.items()
+                f"{self.ranks_text([rank])} gave up waiting for {self.ranks_text(others)} in {exchange_text}"
+                for rank, (exchange_text, others) in waits.items()
                 if rank != self.rank
             ]
             if silent:
@@ -277,7 +278,8 @@ def compare(session: Session) -> None:
         # whoever finds a difference sets this key, so that all ranks go on, also those that see none themselves
         if not store.check(["disagree"]):
             orders = [tuple(map(int, text.split())) for text in store.multi_get(keys)]
-            # a rank that has made more calls than this one, or so few that their entry is forgotten, is compared when it has caught up
+            # a rank that has made more calls than this one, or so few that this one has forgotten their entry, is compared when both have
+            # made equally many
             known = [(session.entries.get(their_count), checksum) for their_count, checksum in orders]
             if all(entry is None or entry.checksum == checksum for entry, checksum in known):
                 if all(their_count == count for their_count, _ in orders):
@@ -289,7 +291,7 @@ def compare(session: Session) -> None:
         # the store's server has ended, usually because the program has
         session.count_when_equal = math.inf
         return
-    # by rank, [checksum, arguments] of the first of the posted calls that differ; of the last one if none of these do
+    # rank → [checksum, arguments], of the first call that differs among those posted; of the last one if none of these do
     calls: dict[int, Any] = {}
     for number in sorted({int(key) for post in posts.values() for key in post}):
         calls = {rank: post[str(number)] for rank, post in posts.items() if str(number) in post}
@@ -297,7 +299,7 @@ def compare(session: Session) -> None:
             break
     arguments = {rank: arguments for rank, (_, arguments) in calls.items()}
     if not all("function" in some for some in arguments.values()):
-        # some make a backward, which has no arguments: what differs is which call it is
+        # some ranks run a backward, which has no arguments, so the message compares only which call it is
         arguments = {rank: {CALLED: some.get(CALLED, "no call")} for rank, some in arguments.items()}
     session.failed = session.failed or (
         f"{differences(session, arguments) or 'ranks disagree on what they have called'}; all ranks must make the same calls in the same "
@@ -306,22 +308,22 @@ def compare(session: Session) -> None:
     )
 
 
-def differences(session: Session, posts: Mapping[int, Mapping[str, object]]) -> str:
-    """Formats how arguments, by rank, differ, e.g. "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has 0.25; on …";
-    "" if all are equal."""
-    functions = {post.get("function") for post in posts.values()}
+def differences(session: Session, arguments_of: Mapping[int, Mapping[str, object]]) -> str:
+    """Formats how the arguments of each rank's call differ, e.g. "ring_attention: ranks disagree on scale: ranks 0, 1 have 0.5, rank 2 has
+    0.25; on …"; "" if all are equal."""
+    functions = {arguments.get("function") for arguments in arguments_of.values()}
     # different functions have different arguments anyway
-    arguments = ["function"] if len(functions) > 1 else dict.fromkeys(argument for post in posts.values() for argument in post)
+    names = ["function"] if len(functions) > 1 else dict.fromkeys(name for arguments in arguments_of.values() for name in arguments)
     found = []
-    for argument in arguments:
-        holders: dict[str, list[int]] = {}
-        for rank, post in posts.items():
-            holders.setdefault(str(post.get(argument, "no such argument")), []).append(rank)
+    for name in names:
+        ranks_of_value: dict[str, list[int]] = {}
+        for rank, arguments in arguments_of.items():
+            ranks_of_value.setdefault(str(arguments.get(name, "no such argument")), []).append(rank)
         # values of the most ranks come first, so that the exceptions are at the end
-        sides = sorted(holders.items(), key=lambda side: (-len(side[1]), side[1]))
-        if len(sides) > 1:
-            texts = (f"{session.ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in sides)
-            found.append(f"{argument}: {', '.join(texts)}")
+        groups = sorted(ranks_of_value.items(), key=lambda group: (-len(group[1]), group[1]))
+        if len(groups) > 1:
+            texts = (f"{session.ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in groups)
+            found.append(f"{name}: {', '.join(texts)}")
     # the message begins with the function if all ranks call the same one
     function = functions.pop() if len(functions) == 1 else None
     prefix = "" if function is None else f"{function}: "
@@ -334,6 +336,7 @@ _parents_store: Any = None
 
 
 def _leave_parents_groups() -> None:
+    """Forgets, in a forked child, the groups of its parent, whose connections it must not use."""
     global _parents_store
     sessions.clear()
     _parents_store = _get_default_store() if dist.is_initialized() else None
@@ -344,7 +347,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_parents_groups)
 
 
-# --- the watching thread ----------------------------------------------------------------------------------------------------------
+# --- sessions and their watching threads ------------------------------------------------------------------------------------------
 
 
 def session_of(members: Members, timeout: float) -> Session:
@@ -355,7 +358,7 @@ def session_of(members: Members, timeout: float) -> Session:
     if session is None:
         session = sessions[members.group] = Session(members, members.group, timeout)
         stopping = threading.Event()
-        thread = threading.Thread(target=_run, args=(weakref.ref(session), stopping), name="dilated_attention exchanges", daemon=True)
+        thread = threading.Thread(target=_watch, args=(weakref.ref(session), stopping), name="dilated_attention exchanges", daemon=True)
         thread.start()
         # before the interpreter shuts down, when a daemon thread could only fail
         atexit.register(_stop, thread, stopping)
@@ -370,7 +373,8 @@ def _stop(thread: threading.Thread, stopping: threading.Event) -> None:
         thread.join(2 * POLL)
 
 
-def _run(watched: weakref.ref[Session], stopping: threading.Event) -> None:
+def _watch(watched: weakref.ref[Session], stopping: threading.Event) -> None:
+    """Runs in the watching thread, until the session has failed or is gone, or the interpreter ends."""
     with contextlib.suppress(OSError):
         # CU_STREAM_CAPTURE_MODE_RELAXED: otherwise a query of an event would invalidate the CUDA graph that another thread captures
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))
@@ -380,6 +384,7 @@ def _run(watched: weakref.ref[Session], stopping: threading.Event) -> None:
         except Exception:
             if not stopping.is_set():
                 logging.getLogger("dilated_attention").exception("watching exchanges failed; trying again")
+        # while this thread waits, it must not keep the session alive
         del session
 
 
@@ -397,14 +402,14 @@ def look(session: Session) -> None:
 
 
 def _end(session: Session) -> None:
-    """Steps 2 to 5 of the module docstring, for a session that has failed.
+    """Does steps 2 to 5 of the module docstring, for a session that has failed.
 
     On a CPU the thread that waits raises by itself once its wait is aborted. On a GPU perhaps no thread waits, although results are wrong:
-    if none raises, the thread that issued the last exchange is made to, and a second later the main thread, too.
+    if none raises, the error is injected into the thread that issued the last exchange, and a second later into the main thread, too.
     """
     began = time.monotonic()
     _tell(f"{session.failed}")
-    aborting = [aborter for wire in session.wires.values() for aborter in wire.abort()]
+    aborters = [thread for wire in session.wires.values() for thread in wire.abort()]
 
     def init_with_message(self: RingError) -> None:
         session.has_raised = True
@@ -415,8 +420,8 @@ def _end(session: Session) -> None:
     if (wire := session.wires.get("cuda")) is not None:
         main = threading.main_thread().ident
         thread = wire.pending[-1].thread if wire.pending else main
-        # if nothing has raised by a deadline, these threads are made to; without any, the process ends. An autograd thread that has nothing
-        # more to do never raises, hence the main thread
+        # (seconds after the failure, threads into which the error is then injected, unless one has raised it). No threads: the process
+        # ends. An autograd thread that has nothing more to do never raises, hence the main thread
         for deadline, threads in (RAISES_ITSELF, {thread}), (RAISES_ITSELF + 1, {thread, main}), (GRACE, set[int]()):
             while not session.has_raised and time.monotonic() - began < deadline:
                 time.sleep(0.05)
@@ -427,7 +432,7 @@ def _end(session: Session) -> None:
                 os._exit(1)
             for thread_id in threads:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id or 0), ctypes.py_object(error_class))
-    for aborter in aborting:
+    for aborter in aborters:
         aborter.join(max(0.0, began + GRACE - time.monotonic()))
 
 

@@ -24,7 +24,7 @@ from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists, check
 # limits of the cache, over all devices; lists take about 1 % of the bytes of one q
 MAX_CACHED_BYTES = 2**30
 MAX_CACHED_LISTS = 128
-# up to this many pairs of blocks, over all heads with lists of their own, lists are built on the host
+# lists are built on the host if they are of at most this many (query block, key block) pairs, times the heads if lists differ between them
 _MOST_ON_HOST = 2**18
 
 _cache: OrderedDict[Hashable, BlockLists] = OrderedDict()
@@ -87,8 +87,8 @@ def block_lists(
         _wait_for(lists)
     if (queries, keys) == (num_queries, num_keys):
         return lists
-    # cut to the caller's length, and kept with the whole lists
-    lists = lists.derived((num_queries, num_keys), lambda whole: _marked(whole.of_length(num_queries, num_keys)), by_length=True)
+    # the lists of the caller's length, kept in the cache of the lists that they are cut from
+    lists = lists.derived((num_queries, num_keys), lambda uncut: _marked(uncut.of_length(num_queries, num_keys)), by_length=True)
     _wait_for(lists)
     return lists
 
@@ -107,7 +107,7 @@ def building_device(pattern: BlockPattern, num_queries: int, num_keys: int, num_
 
 
 def _marked(lists: BlockLists) -> BlockLists:
-    """Notes in the lists which stream made them, and an event after that."""
+    """Keeps in the cache of the lists the stream that makes them, and an event at which they are made. Returns the lists."""
     if lists.row_starts.is_cuda:
         stream = torch.cuda.current_stream(lists.row_starts.device)
         lists.cache["made"] = stream, stream.record_event()
@@ -115,7 +115,7 @@ def _marked(lists: BlockLists) -> BlockLists:
 
 
 def _wait_for(lists: BlockLists) -> None:
-    """Lets the current stream wait until the lists are made. A capture need not: its work ran once before, and the lists were made then."""
+    """Lets the current stream wait until the lists are made. A CUDA graph's capture need not: its work ran once before, which made them."""
     if "made" in lists.cache and not torch.cuda.is_current_stream_capturing():
         stream, event = lists.cache["made"]
         if (current := torch.cuda.current_stream(stream.device)) != stream:
@@ -123,7 +123,11 @@ def _wait_for(lists: BlockLists) -> None:
 
 
 def select_groups(lists: BlockLists, first: int, last: int, **sizes: int) -> BlockLists:
-    """Returns the lists of groups [first, last). ``sizes``: how many batch entries or heads these are."""
+    """Returns the lists of groups [first, last); a group is a (batch entry, head). It waits for the GPU.
+
+    Args:
+        sizes: ``num_batch`` or ``num_heads`` of the result, where it differs.
+    """
     return _selected(lists, torch.arange(first * lists.num_rows, last * lists.num_rows, device=lists.columns.device), **sizes)
 
 
@@ -133,7 +137,9 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     Args:
         rows: (R,) int64 query blocks of ``lists``. If the last block of the sequence is short, it may only come last.
     """
-    last_row, num_missing = lists.num_rows - 1, lists.num_rows * lists.q_block - lists.num_queries
+    last_row = lists.num_rows - 1
+    # by how many queries the last block is short
+    num_missing = lists.num_rows * lists.q_block - lists.num_queries
     if num_missing and last_row in rows[:-1]:
         raise ValueError(f"rows selects the short last query block, {last_row}, before its end; select it last")
     num_queries = len(rows) * lists.q_block - (num_missing if [last_row] == rows[-1:].tolist() else 0)
@@ -156,9 +162,12 @@ def _selected(lists: BlockLists, list_index: Tensor, **changes: Any) -> BlockLis
     # indexing by [] takes twice the time on a host
     counts = lists.row_starts.diff().index_select(0, list_index)
     row_starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    total, shift = int(row_starts[-1]), lists.row_starts.index_select(0, list_index) - row_starts[:-1]
-    entry = shift.repeat_interleave(counts, output_size=total) + torch.arange(total, device=list_index.device)
-    columns, masks = lists.columns.index_select(0, entry), None if lists.masks is None else lists.masks.index_select(0, entry)
+    num_entries = int(row_starts[-1])
+    # for each entry (kept block) of the result, which entry of ``lists`` it is: all entries of a list move by the same number
+    shift = lists.row_starts.index_select(0, list_index) - row_starts[:-1]
+    source_entry = shift.repeat_interleave(counts, output_size=num_entries) + torch.arange(num_entries, device=list_index.device)
+    columns = lists.columns.index_select(0, source_entry)
+    masks = None if lists.masks is None else lists.masks.index_select(0, source_entry)
     return replace(lists, row_starts=row_starts, columns=columns, masks=masks, **changes)
 
 
@@ -167,7 +176,7 @@ _CHUNK = 2**24
 
 
 def bits_of_lists(lists: BlockLists) -> Tensor:
-    """Returns (groups, rows, words) int32, bits as in ``kept``: the blocks of which ``lists`` keep any pair."""
+    """Returns the bits of all listed blocks, (groups, rows, words) int32, in the form of ``kept``; masks are ignored."""
     words = -(-lists.num_columns // WORD)
     bits = torch.zeros(lists.num_groups * lists.num_rows * words, dtype=torch.int32, device=lists.columns.device)
     # no block occurs twice, so adding its bit sets it
@@ -194,9 +203,12 @@ def lists_of_kept(
     B, H = kept.shape[:2]
     num_rows, num_columns = -(-num_queries // q_block), -(-num_keys // k_block)
     kept = kept[:, :, :num_rows, : -(-num_columns // WORD)]
-    # the offsets, first query − first key, at which causality cuts a block; a mask of −1 below is that of a block kept whole
-    deltas = range(math.gcd(q_block, k_block) - q_block, k_block - 1, math.gcd(q_block, k_block)) if is_causal else range(0)
+    # delta: a block's first query − its first key, a multiple of the gcd of both lengths. Causality leaves no pair if delta ≤ −q_block, and
+    # every pair if delta ≥ k_block − 1. ``deltas`` are those between, and the mask of a block is the index of its delta
+    step = math.gcd(q_block, k_block)
+    deltas = range(step - q_block, k_block - 1, step) if is_causal else range(0)
     row_starts = torch.zeros(B * H * num_rows + 1, dtype=torch.int64, device=kept.device)
+    # each begins with an empty part, since torch.cat needs one
     columns_of_parts = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
     masks_of_parts = list(columns_of_parts)
     part_rows = max(1, _CHUNK // max(1, num_columns))
@@ -207,9 +219,11 @@ def lists_of_kept(
         columns_of_parts.append(column.to(torch.int32))
         if deltas:
             delta = (row + index * part_rows) % num_rows * q_block + query_offset - column * k_block
+            # −1: every pair of the block is kept
             masks_of_parts.append(torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1).to(torch.int32))
     checked_total(sum(len(x) for x in columns_of_parts))
     masks = torch.cat(masks_of_parts) if deltas else None
+    # if causality cuts no block, kernels need not read masks
     if masks is not None and not bool((masks >= 0).any()):
         masks = None
     interval = None

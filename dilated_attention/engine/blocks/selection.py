@@ -27,7 +27,7 @@ from dilated_attention.engine.ops.prepare import kernel_ready, without_autocast
 from dilated_attention.engine.ops.transforms import each, folded
 from dilated_attention.pattern import BlockPattern, TopBlocks, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import WORD, kept_blocks, packed, unpacked
-from dilated_attention.pattern.blocks.content import share_of
+from dilated_attention.pattern.blocks.content import num_blocks_of
 
 # bytes of scores at a time: for kernels, and for torch, where sorting takes several times as much in addition
 _KERNEL_BYTES, _TORCH_BYTES = 2**26, 2**23
@@ -52,9 +52,9 @@ def choose_blocks_op(
     """
     pattern = _top_blocks(spec)
     documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), k.shape[1])
-    before = pattern.queries_are_before(is_causal)
+    by_earlier = pattern.queries_are_before(is_causal)
     block = (pattern.q_block, pattern.k_block)
-    grid = make_grid(q.shape[1], k.shape[1], block, documents, is_causal, query_offset, before, pattern.near, q.device)
+    grid = make_grid(q.shape[1], k.shape[1], block, documents, is_causal, query_offset, by_earlier, pattern.near, q.device)
     keep_for_graph(grid, q.device.type)
     kept = q.new_zeros(_kept_shape(q, k, cu_seqlens, pattern, query_offset), dtype=torch.int32)
     if q.numel() and k.numel():
@@ -111,7 +111,7 @@ def _choose(
         for start in range(first, last, size):
             stop = min(start + size, last)
             # later rows score more columns; the width is a multiple of 16, since kernels read aligned rows faster
-            width = min(-(-grid.last_scored[stop - 1] // 16) * 16, columns)
+            width = min(-(-grid.scored_on_host[stop - 1] // 16) * 16, columns)
             means = k_means[:, :, document.columns[0] : document.columns[0] + width]
             scores = _scores(q_means[:, :, start:stop], means)
             part = part_of(pattern, grid, document, slice(start, stop), num_real, H, query_offset)
@@ -176,7 +176,8 @@ def part_of(
         existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
     budget = None
     if pattern.mass is None:
-        wanted = missing.new_full((1, 1), pattern.blocks or 0) if pattern.share is None else share_of(pattern.share, existing + missing)
+        total = existing + missing
+        wanted = missing.new_full((1, 1), pattern.blocks or 0) if pattern.share is None else num_blocks_of(pattern.share, total)
         budget = (wanted[:, None] - _kept_beyond(pattern, missing, query_offset + document.num_queries, num_heads)).to(torch.int32)
     return Part((own_low, own_high), scored, seen, pattern.near, budget, always, within, real)
 

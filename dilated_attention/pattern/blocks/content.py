@@ -36,16 +36,18 @@ class TopBlocks(BlockPattern):
 
     Args:
         blocks: number of blocks that a row keeps, including those it always keeps; fewer only if no more exist. A shorter last row is
-            treated as a complete one where later positions may not change a choice (causality with ``queries="before"``): a block of the
-            diagonal that only its missing queries would see counts, too. There is one only if query blocks are longer than key blocks.
+            treated as a complete one where later positions may not change a choice (causality with ``queries="before"``): if query blocks
+            are longer than key blocks, the blocks of the diagonal that only its missing queries would see count, too.
         density: alternatively, the fraction of blocks to keep, rounded up, at least 1 block. It is a fraction of the blocks with a key that
             is not padding, under causality of those among them that the row sees (for a last row as for ``blocks``).
         mass: alternatively, keep the fewest blocks whose softmax of scores sums to this (XAttention, arXiv 2503.16428, with means instead
-            of antidiagonals). The softmax is over the blocks that may be kept and that all queries of the row see whole. Blocks that are
-            always kept count first. Weights below 2^-25 of a row's largest count as 0.
-        always: a static pattern of blocks that are always kept; None for the row's own positions, as far as ``within`` keeps them.
-        near: whether to always keep these blocks, too, as far as ``within`` keeps them: the row's own, one before them (without causality
-            also one behind them), and the first with a key that is not padding. None: only if ``always`` is None.
+            of antidiagonals). The softmax is over the blocks that may be kept and of which every query of the row sees all keys. Blocks
+            that are always kept count first. Weights below 2^-25 of a row's largest count as 0.
+        always: a static pattern of blocks that are always kept; None for the blocks that hold the row's positions, as far as ``within``
+            keeps them.
+        near: whether to always keep also, as far as ``within`` keeps them: the blocks that hold the row's positions, the one to the left of
+            these (without causality also the one to the right), and the first with a key that is not padding. None: only if ``always`` is
+            None.
         within: a static pattern; blocks outside it are kept only if they are in ``always``. None for all.
         pool: how a block is summarized: ``"mean"``, over the positions that exist (for keys, those that are not padding).
         queries: which queries score a row. ``"block"``: its own; under causality a query then sees a choice that up to q_block − 1 later
@@ -124,8 +126,9 @@ class TopBlocks(BlockPattern):
 
     def __repr__(self) -> str:
         given = self.arguments()
-        block_size, usual = given.pop("block_size"), {"near": self.always is None, "pool": "mean"}
-        parts = [f"{name}={value!r}" for name, value in given.items() if value is not None and (name not in usual or value != usual[name])]
+        # None is the default of all others
+        block_size, defaults = given.pop("block_size"), {"near": self.always is None, "pool": "mean"}
+        parts = [f"{name}={value!r}" for name, value in given.items() if value is not None and value != defaults.get(name)]
         return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
 
     @property
@@ -140,6 +143,7 @@ class TopBlocks(BlockPattern):
         return TopBlocks(**self.arguments() | {"always": always, "within": within})
 
     def _joined(self, name: str, other: Any) -> BlockPattern:
+        """Returns the union or intersection with a static pattern; ``name``: ``"Union"`` or ``"Intersection"``."""
         if not isinstance(other, BlockPattern):
             return NotImplemented
         if other.is_chosen:
@@ -149,9 +153,10 @@ class TopBlocks(BlockPattern):
             )
         always = self.always
         if name == "Intersection":
+            # the kept blocks are ``always`` and a choice from ``within``, so both are cut
             return self._with(None if always is None else always & other, other if self.within is None else self.within & other)
         if always is None and not self.near:
-            # ``always=None`` meant the row's own positions, so the union must name them
+            # ``always=None`` stands for the row's own positions; beside ``other``, which becomes ``always``, they must be named
             always = LocalWindow(0, block_size=self.block_size)
             always = always if self.within is None else always & self.within
         return self._with(other if always is None else always | other, self.within)
@@ -196,7 +201,7 @@ class TopBlocks(BlockPattern):
         self.resolved(num_positions, num_heads)
         if self.mass is not None or self.always is not None or self.within is not None:
             raise ValueError(f"how many pairs {self!r} keeps depends on q and k: call choose(q, k), and .pairs() of what it returns")
-        # all tensors keep as many pairs; with zeros all scores are equal, so the lower columns are kept
+        # the number of pairs is the same for all tensors; zeros give equal scores, so the lower columns are kept, and the short one last
         q = torch.zeros(1, num_positions, 1, 1)
         pairs = self.choose(q, q, is_causal=is_causal).pairs(num_positions, is_causal=is_causal)
         if not is_causal and num_positions % self.k_block and pairs < num_positions**2:
@@ -214,6 +219,7 @@ class TopBlocks(BlockPattern):
     def allowed(self, *_: Any) -> NoReturn:
         raise ValueError(f"{self!r} keeps blocks by what q and k hold; call its choose(q, k) for the pattern of these tensors")
 
+    # whatever asks for the blocks without tensors gets this error
     columns = classify = allowed  # type: ignore[assignment]
 
 
@@ -226,7 +232,7 @@ class ChosenBlocks(BlockTable):
     Args:
         kept: (B, H, rows, words) int32: bit c % 32 of word c // 32 of row r is set where query block first_row + r keeps key block c.
         num_positions: N of the key sequence.
-        first_row: which query block the first row is.
+        first_row: the query block that is row 0 of ``kept``.
     """
 
     kept: Tensor
@@ -267,7 +273,7 @@ class ChosenBlocks(BlockTable):
         return unpacked(self.kept[0, heads], -(-self.num_positions // self.k_block))
 
 
-def share_of(density: float, existing: Tensor) -> Tensor:
-    """Returns ceil(density · existing), at least 1. A product less than a billionth above an integer counts as that integer: 0.1 · 30
-    is 3."""
+def num_blocks_of(density: float, existing: Tensor) -> Tensor:
+    """Returns ceil(density · existing), at least 1, in the dtype of ``existing``, numbers of blocks. A product less than a billionth above
+    an integer counts as that integer: 0.1 · 30 is 3."""
     return (existing.double() * density - 1e-9).ceil().clamp(min=1).to(existing.dtype)
