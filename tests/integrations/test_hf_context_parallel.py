@@ -458,12 +458,10 @@ INPUTS = {
     "an image": ({"pixel_values": torch.ones(2, 3, 8, 8)}, r"pixel_values has shape \(2, 3, 8, 8\)"),
     "a router's loss": ({"output_router_logits": True}, "the router's loss is no sum over positions"),
     "tuples": ({"return_dict": False}, "return_dict is False"),
-    "rows of documents": ({"position_ids": torch.arange(50)[None].expand(2, -1) % 10}, "packed documents are one row"),
     "rows of documents beside a mask": (
         {"position_ids": torch.arange(50)[None].expand(2, -1) % 10, "attention_mask": torch.ones(2, 50)},
         "packed documents are one row",
     ),
-    "numbers of documents": ({"attention_mask": torch.arange(50)[None].expand(2, -1) // 10 + 1}, "other numbers than 0 and 1"),
     "other bounds": ({"cu_seq_lens_q": torch.tensor([0, 50])}, "expected equal bounds"),
 }
 
