@@ -652,11 +652,6 @@ def llama4() -> Any:
     return seeded(transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**DECODER, **more), "eager")
 
 
-def bart() -> Any:
-    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in (("layers", 1), ("attention_heads", 4))}
-    return seeded(transformers.BartModel, transformers.BartConfig(vocab_size=VOCABULARY, d_model=32, **sizes))
-
-
 PREFIX = r"keeps other pairs in a longer sequence.*use_cache=False"
 
 
@@ -673,7 +668,6 @@ def decoding(pattern: Any) -> Any:
         (t5, {}, "asks for position_bias"),
         (llama4, {}, "chunks of 16 positions"),
         (lambda: bert(is_decoder=True, add_cross_attention=True), {}, "a model with cross-attention"),
-        (bart, {}, "a model with cross-attention"),
         (llama, {"position_bias": torch.zeros(1, 4, N, N)}, "a bias added"),
         (llama, {"sideways": 3}, r"not known whether it changes attention.*ignored=\('sideways',\)"),
         *((functools.partial(decoding, pattern), {}, PREFIX) for pattern in (BigBird(9, 4, 1), TopBlocks(density=0.5))),

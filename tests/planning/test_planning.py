@@ -22,7 +22,7 @@ from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_g
 from dilated_attention.planning.memory import block_counts
 from tests.helpers.comm_volume import heads_bytes, rows_bytes
 from tests.helpers.largest import Largest
-from tests.helpers.ring_chosen import spread_of
+from tests.helpers.ring_cases import spread_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
