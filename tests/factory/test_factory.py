@@ -42,7 +42,6 @@ def test_kinds_make_their_modules() -> None:
         (lambda: create_model("longnet-tiny", segment_lengths=3), TypeError, "segment_lengths is 3"),
         (lambda: create_model(10**5000), TypeError, r"preset is about 2\*\*16609"),  # type: ignore[arg-type]
         (lambda: SlideEncoder({"in_dim": 8}), TypeError, "config is {'in_dim': 8}; expected a SlideEncoderConfig"),  # type: ignore[arg-type]
-        (lambda: create_model("longnet-tiny", num_heads=5), ValueError, "embed_dim is 128 and num_heads is 5"),
         (lambda: explain_backend(block_masks="bits"), ValueError, "block_size"),
         (lambda: explain_backend(block_size=32), ValueError, "64 or 128"),
     ],

@@ -444,14 +444,17 @@ def stack_stub(weights: dict[str, torch.Tensor], args: SimpleNamespace, **layer:
 
 
 def test_from_a_module() -> None:
-    weights, x = encoder_weights(), normal(1, 30, 32)
-    true = reference.encoder(double(weights), x.double(), Shape(4, (16, 64), (1, 4)))
-    model = from_torchscale(stack_stub(weights, arguments()))
-    assert isinstance(model, LongNetEncoder)
-    other = from_torchscale(stack_stub(weights, arguments(layernorm_eps=1e-3, attention_dropout=0.3, activation_fn="relu"))).config
-    for config, told in ((model.config, (0.1, 0.0, 0.2, 1e-5, "gelu")), (other, (0.1, 0.3, 0.2, 1e-3, "relu"))):
-        assert (config.dropout, config.attention_dropout, config.drop_path, config.layer_norm_eps, config.ffn) == told
-    torch.testing.assert_close(model(x).double(), true, **CLOSE)
+    weights = encoder_weights()
+    for changes, told in (
+        ({}, {}),
+        (
+            {"layernorm_eps": 1e-3, "attention_dropout": 0.3, "activation_fn": "relu"},
+            {"layer_norm_eps": 1e-3, "attention_dropout": 0.3, "activation": "relu"},
+        ),
+    ):
+        model = from_torchscale(stack_stub(weights, arguments(**changes)))
+        expected = load_torchscale(weights, **ENCODER | BRANCHES, **{"dropout": 0.1, "drop_path": 0.2}, **told)
+        assert model.config == expected.config and all(map(torch.equal, model.parameters(), expected.parameters()))
     wrapped = nn.Module()
     wrapped.module = stack_stub(weights, arguments(), encoder_attn=None)
     assert isinstance(from_torchscale(wrapped, mixture_grad="exact"), LongNetDecoder)
