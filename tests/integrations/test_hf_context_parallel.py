@@ -427,7 +427,6 @@ def convolutional() -> Any:
         ),
         (lambda: torch.nn.Linear(2, 2), {}, "model is a Linear; expected a model of transformers"),
         (convolutional, {}, "a convolution, 'model.mix'"),
-        (llama, {"layout": "spiral"}, "layout"),
         (llama, {"exchange": "post"}, "exchange"),
     ],
 )
@@ -455,10 +454,6 @@ INPUTS = {
     "an image": ({"pixel_values": torch.ones(2, 3, 8, 8)}, r"pixel_values has shape \(2, 3, 8, 8\)"),
     "a router's loss": ({"output_router_logits": True}, "the router's loss is no sum over positions"),
     "tuples": ({"return_dict": False}, "return_dict is False"),
-    "rows of documents beside a mask": (
-        {"position_ids": torch.arange(50)[None].expand(2, -1) % 10, "attention_mask": torch.ones(2, 50)},
-        "packed documents are one row",
-    ),
     "other bounds": ({"cu_seq_lens_q": torch.tensor([0, 50])}, "expected equal bounds"),
 }
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from dilated_attention import BackendUnavailable
 from dilated_attention.distributed.sharding.layout import positions_of
 from dilated_attention.integrations.huggingface import KeyMask, configure, register, shard_inputs
-from dilated_attention.pattern import BigBird, DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
+from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
 from tests.helpers.pool import pool_of
 
 transformers = pytest.importorskip("transformers")
@@ -373,7 +373,6 @@ HIDDEN: dict[str, dict[str, Any]] = {
     "a mask of ones": {"position_ids": positions_in(20, 7, 23), "attention_mask": ONES, "use_cache": False},
     "a cache": {"position_ids": positions_in(20, 30)},
     "a static cache": {"position_ids": positions_in(49, 1), "past_key_values": 60},
-    "padding behind": {"position_ids": positions_in(20, 20, 10), "attention_mask": (torch.arange(N) < 40).long()[None]},
     "padding between": {"position_ids": positions_in(20, 5, 25), "attention_mask": (torch.arange(N) // 5 != 4).long()[None]},
     "a causal mask of pairs": {"position_ids": positions_in(20, 30), "attention_mask": torch.ones(N, N).tril().bool()[None, None]},
     "seq_idx": {"seq_idx": positions_in(20, 30) // 10 % 2, "use_cache": False},
@@ -571,7 +570,6 @@ BAD_MASKS: list[tuple[Any, str]] = [
         (mask, "keeps other pairs")
         for mask in (
             added(HOLE12),
-            torch.rand(1, 1, 12, 12) < 0.5,
             SEEN12 & (GRID12[:, None] % 2 == GRID12 % 2),
             CAUSAL12 & (GRID12[:, None] // 6 == GRID12 // 6),
         )
@@ -579,10 +577,7 @@ BAD_MASKS: list[tuple[Any, str]] = [
     (added(SEEN12).clamp(min=-3), "holds values that are added"),
     (SEEN12.long(), "holds values that are added"),
     (torch.zeros(1, 1, 12, 12, requires_grad=True), "needs a gradient"),
-    *(
-        (mask, "expected 12 keys' padding")
-        for mask in (SEEN12.expand(1, 4, 12, 12), SEEN12.expand(2, 1, 12, 12), SEEN12[..., :-1], torch.ones(4))
-    ),
+    *((mask, "expected 12 keys' padding") for mask in (SEEN12.expand(1, 4, 12, 12), SEEN12[..., :-1])),
     (create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 12, device="cpu"), "attention_mask is a BlockMask"),
 ]
 CAUSAL = KeyMask(12, 12, 0, 0, True)
@@ -655,10 +650,10 @@ def llama4() -> Any:
 PREFIX = r"keeps other pairs in a longer sequence.*use_cache=False"
 
 
-def decoding(pattern: Any) -> Any:
+def decoding() -> Any:
     """A model that has read a chunk, whose next one is refused."""
     model = on(llama(), "block_sparse")
-    configure(model, pattern=pattern)
+    configure(model, pattern=TopBlocks(density=0.5))
     return functools.partial(model, **{CACHE: model(tokens(), use_cache=True)[CACHE]})
 
 
@@ -668,9 +663,8 @@ def decoding(pattern: Any) -> Any:
         (t5, {}, "asks for position_bias"),
         (llama4, {}, "chunks of 16 positions"),
         (lambda: bert(is_decoder=True, add_cross_attention=True), {}, "a model with cross-attention"),
-        (llama, {"position_bias": torch.zeros(1, 4, N, N)}, "a bias added"),
         (llama, {"sideways": 3}, r"not known whether it changes attention.*ignored=\('sideways',\)"),
-        *((functools.partial(decoding, pattern), {}, PREFIX) for pattern in (BigBird(9, 4, 1), TopBlocks(density=0.5))),
+        (decoding, {}, PREFIX),
     ],
 )
 def test_models_and_arguments_that_are_refused(make: Any, given: dict[str, Any], text: str) -> None:
@@ -693,11 +687,9 @@ BAD_REGISTRATIONS: list[tuple[str | None, dict[str, Any], str]] = [
     (None, {"pattern": "nonsense"}, "spec is 'nonsense'"),
     (None, {"ignored": "position_bias"}, "ignored holds 'position_bias'"),
     ("sdpa", {}, "expected one without eager, sdpa"),
-    ("my_flash", {}, "expected one without"),
     ("wide", {"pattern": PATTERN, "segment_lengths": [4]}, "segment_lengths given for 'block_sparse'"),
     ("wide", {"kind": "round"}, "kind is 'round'"),
     ("dilated", {"kind": "block_sparse"}, "expected another name"),
-    ("dilated", {"layout": "zigzag"}, "layout given for 'dilated'"),
 ]
 
 
@@ -731,7 +723,6 @@ def test_settings_that_a_config_cannot_have() -> None:
     register()
     for name, told, text in (
         ("dilated", None, r"register\(segment_lengths=.*configure\(model, segment_lengths="),
-        ("block_sparse", None, r"register\(pattern="),
         ("dilated", [8], "expected a dict"),
         ("dilated", {"segments": [8]}, "segments in config.dilated_attention"),
     ):
@@ -813,13 +804,11 @@ def test_inputs_of_one_process() -> None:
     assert torch.equal(embedded["shift_labels"], inputs["shift_labels"]) and embedded["input_ids"] is None
     packed = torch.arange(N).expand(2, -1)
     for given, options, text in (
-        *(({"input_ids": ids, name: ids[0, 0]}, {}, rf"{name} has shape \(\) ") for name in BESIDE),
         ({"labels": ids}, {}, "expected input_ids or inputs_embeds"),
         ({"input_ids": ids, "attention_mask": packed // 20 + 1}, {}, r"holds other numbers than 0 and 1.*position_ids that begin again"),
         ({"input_ids": ids, "position_ids": packed % 20, "attention_mask": torch.ones_like(ids)}, {}, "packed documents are one row"),
         ({"input_ids": ids}, {"group": 1, "mesh": 1}, "group and mesh are both given"),
         *(({"input_ids": ids, name: ids[:, 2:]}, {}, f"{name} has shape .*expected a value for each position") for name in BESIDE),
-        ({"input_ids": ids, "labels": ids[:1]}, {}, r"labels has shape \(1, "),
         ({"input_ids": ids, "labels": ids.tolist()}, {}, r"labels is a list; .*torch\.tensor\(labels\)"),
         ({"input_ids": ids.tolist()}, {}, "input_ids is a list"),
         ({"input_ids": ids[0]}, {}, r"input_ids has shape .*use input_ids\[None\]"),

@@ -273,11 +273,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
             ("layers__0__ffn__A__fc1__weight", "multiway"),
             ("layers__1__moe_layer__gate__wg__weight", "mixture-of-experts"),
             ("layers__0__encoder_attn__q_proj__weight", "attends to an encoder's output"),
-            ("relative_position__relative_attention_bias__weight", "relative position biases"),
-            ("layernorm_embedding__weight", "layernorm_embedding"),
             ("embed_positions__weight", "start at 2"),
             ("layers__0__flat_param_0", "FSDP"),
-            ("layers__0__ffn__gate__weight", "gated"),
         )
     ),
     (with_more(pooler__weight=2, mask_token=1), ENCODER, "2 of .* mask_token, pooler.weight; .*ignore="),
