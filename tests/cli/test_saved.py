@@ -155,7 +155,6 @@ def test_bases_of_every_record(kind: str, tmp_path: Path, data: Path, capsys: Ca
     [
         ("generate", "masked bytes", ["--prompt", "x"], 1, "config.is_causal is False"),
         ("generate", "bytes", ["--prompt", ""], 2, "the prompt is empty"),
-        ("generate", "bases", ["--prompt", " \n"], 1, "the prompt has no bases"),
         ("generate", "bytes", ["--prompt-file", "none"], 1, "No such file or directory: 'none'"),
         ("generate", "bases", ["--prompt-file", "two.fa"], 1, "--prompt-file two.fa holds 2 records; expected one"),
         ("generate", "bytes", ["--prompt", "x", "--top-p", "2"], 2, "top_p is 2.0; expected a number in (0, 1]"),
@@ -171,7 +170,6 @@ def test_bases_of_every_record(kind: str, tmp_path: Path, data: Path, capsys: Ca
         ("evaluate", "masked bases", [*FASTA_DATA, "--by-position"], 2, "--by-position is given, and this model sees both sides"),
         ("evaluate", "bytes", [*DATA, "--backend", "flash9"], 2, "backend is 'flash9'; expected one of auto"),
         ("evaluate", "bytes", [*DATA, "--device", "gpu"], 2, "--device is 'gpu', which torch cannot use here"),
-        ("evaluate", "bytes", [*DATA, "--device", "meta"], 2, "--device is 'meta'; expected cpu, cuda or cuda:<index>"),
         ("evaluate", "nan", DATA, 1, "the loss is nan"),
         # folders without a model
         ("evaluate", "an empty folder", DATA, 1, "holds no model.safetensors, nor does checkpoint/ in it"),

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from dilated_attention import DilatedPattern, attention, dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.backends import registry
 from dilated_attention.backends.flash import flash3
-from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, shard_sequence
+from dilated_attention.distributed import Layout, ring_pass, shard_sequence
 from dilated_attention.distributed.exchange import run
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
@@ -35,11 +35,21 @@ from dilated_attention.testing import (
 from dilated_attention.testing.bounds import largest
 from dilated_attention.testing.check import truth_and_bounds
 from tests.backends.test_libraries import Flash3Ops, put_on_cpu
-from tests.helpers import ring_cases, ring_chosen
+from tests.helpers import ring_cases
 from tests.helpers.machine import ON_CPU, worlds
 from tests.helpers.pool import Pool, here, pool_of
-from tests.helpers.ring_cases import WHOLE, Spread, byte_limits_of_one, draw, positions, random_layout, together, with_changes
-from tests.helpers.ring_chosen import spread_of
+from tests.helpers.ring_cases import (
+    WHOLE,
+    Kernel,
+    Spread,
+    byte_limits_of_one,
+    draw,
+    positions,
+    random_layout,
+    spread_of,
+    together,
+    with_changes,
+)
 
 # random calls of each world. Five are slow on two cores
 CASES = {1: 25, 2: 175, 3: 150, 4: 100, 5: 25}
@@ -96,7 +106,7 @@ def by_name(rank: int, world: int, name: str, spreads: Sequence[Spread], dtype: 
 @pytest.mark.skipif(ON_CPU and os.environ.get("TRITON_INTERPRET") != "1", reason="interprets kernels")
 @pytest.mark.parametrize("pool", worlds(2, gpus=(2,)))
 def test_biases_by_kernels(pool: Pool) -> None:
-    dtype, spreads = torch.bfloat16 if pool.on_gpus else torch.float32, ring_chosen.biases()
+    dtype, spreads = torch.bfloat16 if pool.on_gpus else torch.float32, ring_cases.biases()
     ranks = pool.run(by_name, "tiles", spreads, dtype)
     for index, spread in enumerate(spreads):
         judge(spread, [rank[0][index][0] for rank in ranks], dtype, pool.device)
@@ -164,18 +174,16 @@ def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("pool", worlds(2, gpus=(2, 4)))
 def test_deterministic_runs_repeat_bit_for_bit(pool: Pool) -> None:
-    spreads = [with_changes(x, head_dim=64, heads=4, kv_heads=4) if pool.on_gpus else x for x in ring_chosen.of_each_kind()]
+    spreads = [with_changes(x, head_dim=64, heads=4, kv_heads=4) if pool.on_gpus else x for x in ring_cases.of_each_kind()]
     for rank in pool.run(ring_cases.run, spreads, torch.bfloat16 if pool.on_gpus else torch.float32, 3, pool.on_gpus):
         for first, *others in rank:
             assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-@pytest.mark.parametrize("pool", worlds(2, gpus=(2, 3, 4)))
-def test_errors_in_low_precision_are_those_of_plain_attention(pool: Pool) -> None:
-    spreads = ring_chosen.segments_and_ranks(pool.world)
-    spreads += [spread_of(WHOLE, 90, exchange=way, layout=layout) for way in ("all_gather", "2d") for layout in LAYOUTS]
-    spreads = [with_changes(x, head_dim=48, backend="sdpa_flash" if pool.on_gpus else "auto") for x in spreads]
-    check(pool, spreads[:: 1 + (not pool.on_gpus)], torch.bfloat16)
+def test_errors_in_low_precision_are_those_of_plain_attention() -> None:
+    """On GPUs, by each of their kernels: gpus/test_ring.py."""
+    kernel = Kernel(dtype=torch.bfloat16, head_dim=48)
+    check(pool_of(2), [draw(2, seed, kernel) for seed in range(3000, 3040)], torch.bfloat16)
 
 
 def errors_of_key_gradients(rank: int, world: int, runs: int) -> list[float]:
@@ -206,7 +214,7 @@ def test_sums_over_many_runs_are_not_rounded_at_each_of_them() -> None:
 @pytest.mark.parametrize("pool", worlds(4, gpus=(4,)))
 def test_groups_that_are_a_part_of_the_world(pool: Pool, as_mesh: bool) -> None:
     """Ranks 1 and 3 of four as a group; columns of a mesh, each a sequence of its own."""
-    spreads = ring_chosen.of_each_kind()
+    spreads = ring_cases.of_each_kind()
     ranks = pool.run(ring_cases.in_subgroup, [1, 3], spreads, as_mesh)
     for members in ([ranks[0], ranks[2]], [ranks[1], ranks[3]]):
         if not as_mesh and members[0] is ranks[0]:

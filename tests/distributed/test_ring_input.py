@@ -28,7 +28,7 @@ from dilated_attention.pattern import LocalWindow, MaskFunction, PerHead
 from dilated_attention.testing.cases import scattered
 from tests.distributed.test_ring import check
 from tests.helpers.pool import pool_of
-from tests.helpers.ring_chosen import spread_of
+from tests.helpers.ring_cases import spread_of
 
 
 def tensors(rows: int = 8, heads: int = 4, kv_heads: int = 2, batch: int = 2, **changes: Any) -> dict[str, Any]:

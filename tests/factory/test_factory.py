@@ -15,7 +15,6 @@ from dilated_attention import (
 )
 from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
-from dilated_attention.models import SlideEncoder
 from dilated_attention.models.summary import training_bytes
 from dilated_attention.pattern import LocalWindow, RandomBlocks, geometric_branches
 
@@ -41,8 +40,6 @@ def test_kinds_make_their_modules() -> None:
         (lambda: create_model("longnet-tiny", checkpoint_activations="no"), TypeError, "checkpoint_activations is 'no'"),
         (lambda: create_model("longnet-tiny", segment_lengths=3), TypeError, "segment_lengths is 3"),
         (lambda: create_model(10**5000), TypeError, r"preset is about 2\*\*16609"),  # type: ignore[arg-type]
-        (lambda: SlideEncoder({"in_dim": 8}), TypeError, "config is {'in_dim': 8}; expected a SlideEncoderConfig"),  # type: ignore[arg-type]
-        (lambda: create_model("longnet-tiny", num_heads=5), ValueError, "embed_dim is 128 and num_heads is 5"),
         (lambda: explain_backend(block_masks="bits"), ValueError, "block_size"),
         (lambda: explain_backend(block_size=32), ValueError, "64 or 128"),
     ],

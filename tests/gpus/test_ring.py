@@ -22,8 +22,7 @@ from tests.helpers import ring_cases
 from tests.helpers.gpu_memory import captured
 from tests.helpers.machine import ON_CPU, share, worlds
 from tests.helpers.pool import Pool, here, patience
-from tests.helpers.ring_cases import WHOLE, Kernel, Spread, draw, positions
-from tests.helpers.ring_chosen import spread_of
+from tests.helpers.ring_cases import WHOLE, Kernel, Spread, draw, positions, spread_of
 
 # heads for each key/value head, also where ranks share them out
 ALONE = ((4, 4), (6, 6), (12, 12))

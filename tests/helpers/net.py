@@ -2,7 +2,7 @@
 
     python -m tests.helpers.net          # writes tests/package/net.json; only where a change of these is meant, in the same commit
 
-``tests/package/test_net.py`` compares. Results of calls, bit for bit: ``tests.helpers.bit_equal``.
+``tests/package/test_net.py`` compares.
 """
 
 from __future__ import annotations

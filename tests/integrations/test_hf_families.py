@@ -1,8 +1,8 @@
-"""Families of transformers models on every registered name, with dense settings: logits, loss and all gradients are eager's.
+"""Families of transformers models on every registered name: logits and all gradients are the formula's, the dense ones' loss is eager's.
 
-transformers' eager attention takes its softmax in float32, so that it can show this to 1e-6 only. The attention written out in float64
-(``test_huggingface.literal``) is eager to that, and what the names compute is the former to 1e-10: with padding and packed documents, under
-activation checkpointing, rings as one process. Several processes and compiled models: test_huggingface; LoRA and FSDP2:
+The formula is written out in float64 (``test_huggingface.literal``), and what the names compute is that to 1e-10: with padding and packed
+documents, rings as one process. transformers' eager attention takes its softmax in float32, so that dense settings, under activation
+checkpointing, are eager's to 1e-6. Several processes and compiled models: test_huggingface; LoRA and FSDP2:
 test_hf_context_parallel. docs/huggingface.md has a table of the families.
 """
 
@@ -21,12 +21,16 @@ from dilated_attention.integrations.huggingface import register
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
     DECODER,
+    LENGTHS,
     LITERAL,
+    PATTERN,
+    RATES,
     N,
     bert,
     error,
     gemma2,
     gpt_oss,
+    inputs_of,
     llama,
     mistral,
     model_of,
@@ -39,13 +43,20 @@ from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is 
     results,
     seeded,
     tokens,
+    vit,
     weights_of,
 )
 
 transformers = pytest.importorskip("transformers")
 
 DENSE: dict[str, Any] = {"segment_lengths": [4096], "dilation_rates": [1], "pattern": LocalWindow((None, None))}
-NAMES = ("dilated", "block_sparse", "ring_dilated", "ring")
+# names, and what they keep as every test registers them
+NAMES = {
+    "dilated": DilatedPattern(LENGTHS, RATES),
+    "block_sparse": PATTERN,
+    "ring_dilated": DilatedPattern(LENGTHS, RATES),
+    "ring": DilatedPattern([4096], [1]),
+}
 TOLERANCE = 1e-10
 EAGER_TOLERANCE = 2e-6
 BOUNDS = (0, 13, 43, 50)
@@ -97,29 +108,22 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def dense(registered: None) -> None:  # noqa: F811
-    """The names with dense settings, and ``"literal"``."""
-    register(**DENSE)
-    LITERAL[0] = DilatedPattern([4096], [1])
-
-
-@pytest.mark.parametrize("variant", ["padded", "packed"])
+@pytest.mark.parametrize("variant", ["left", "right", "packed"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "vit"])
 def test_one_process(family: str, name: str, variant: str) -> None:
     """Without torch.distributed a ring has one process."""
-    if variant == "packed" and not FAMILIES[family].is_causal:
-        # transformers finds packed documents in decoders alone
-        variant = "plain"
-    model: Any = FAMILIES[family].make()
-    given: dict[str, Any] = {"input_ids": tokens(), "attention_mask": padded("right") if variant == "padded" else None}
-    if variant != "packed":
-        expected = results(on(model, "literal"), given, given["attention_mask"])
-        assert error(results(on(model, name), given, given["attention_mask"]), expected) <= TOLERANCE
+    LITERAL[0] = NAMES[name]
+    # transformers finds packed documents in decoders alone, and images have no padding
+    is_packed = variant == "packed" and family != "vit" and FAMILIES[family].is_causal
+    model: Any = vit() if family == "vit" else FAMILIES[family].make()
+    if not is_packed:
+        mask = None if variant == "packed" or family == "vit" else padded(variant)
+        found, expected = (results(on(model, which), inputs_of(model, mask), mask) for which in (name, "literal"))
+        assert error(found, expected) <= TOLERANCE
         return
     # three documents in one row, whose positions begin again
-    given = {"input_ids": tokens(1), "position_ids": positions_in(13, 30, 7), "use_cache": False}
+    given: dict[str, Any] = {"input_ids": tokens(1), "position_ids": positions_in(13, 30, 7), "use_cache": False}
     weights = weights_of(1, N, model.config.vocab_size)
     # the documents one by one
     on(model, "literal")
@@ -136,6 +140,8 @@ def test_one_process(family: str, name: str, variant: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_and_activation_checkpointing(family: str) -> None:
     """transformers computes its losses in float32, as its eager attention its softmax."""
+    register(**DENSE)
+    LITERAL[0] = NAMES["ring"]
     model, ids = FAMILIES[family].make(), tokens()
     found = []
     for name, checkpointed in (("eager", False), ("literal", False), *((name, True) for name in NAMES)):

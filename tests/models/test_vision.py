@@ -106,7 +106,6 @@ def test_a_compiled_an_exported_and_a_mapped_model_compute_the_same() -> None:
         ({"image_size": 50}, "multiple of 8"),
         ({"pooling": "max"}, "pooling is 'max'"),
         ({"pooling": "none", "num_classes": 3}, "a class describes a whole image"),
-        ({"num_classes": 0}, "num_classes is 0"),
         ({"norm_eps": 0.0}, "norm_eps"),
         (torch.zeros(1, 4, 48, 48), "3 channels"),
         (torch.zeros(1, 3, 48, 50), "multiples of patch_size = 8"),

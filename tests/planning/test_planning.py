@@ -22,7 +22,7 @@ from dilated_attention.planning import GPUS, AttentionPlan, detected_gpu, find_g
 from dilated_attention.planning.memory import block_counts
 from tests.helpers.comm_volume import heads_bytes, rows_bytes
 from tests.helpers.largest import Largest
-from tests.helpers.ring_chosen import spread_of
+from tests.helpers.ring_cases import spread_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LONGNET = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
@@ -232,6 +232,14 @@ def timed() -> Iterator[tuple[str, dict[str, Any], int | None, float, float]]:
                 "training": which == "training",
             }
             yield "ring", call | {"num_positions": 4 * int(length), "exchange": "all_gather"}, None, 1e3 * row["seconds"], 0.25
+    for row in lines_of("2026-11-21-h200/short.jsonl"):
+        heads, dim = map(int, row["shape"].split("x"))
+        call = {"num_positions": row["N"], "num_heads": heads, "head_dim": dim, "is_causal": row["causal"]}
+        rates = LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)
+        for kind, more in (("dense", {}), ("dilated", {"dilation_rates": rates})):
+            # elsewhere the GPU is waited for, or what it still has to do hides the CPU
+            if row["ms"][f"{kind} both"] >= 2 * row["ms"][f"{kind} both graph"]:
+                yield kind, call | more, None, row["ms"][f"{kind} both"], 0.3
 
 
 @pytest.mark.parametrize(("kind", "call", "index", "ms", "near"), [*timed()])
@@ -314,12 +322,10 @@ def test_planned_peaks_of_long_sequences_are_what_an_h200_took(row: dict[str, An
         ("dense", {"pattern": LocalWindow(4)}, "kind is 'dense', which is dense"),
         ("dilated", {}, "needs segment_lengths"),
         ("dilated", {"segment_lengths": [8], "dilation_rates": [1], "pattern": DilatedPattern((8,), (1,))}, "give only one of them"),
-        ("ring", {"layout": "diagonal", "world_size": 2}, "layout"),
         ("ring", {"layout": "", "world_size": 2}, "layout is ''; expected one of 'contiguous', 'zigzag', 'striped'"),
         ("dense", {"dtype": np.array([1, 2])}, r"dtype is array\(\[1, 2\]\); expected torch.float16"),
         ("ring", {"exchange": "all_to_all", "world_size": 3}, "8 heads are not a multiple of 3"),
         ("block_sparse", {"exchange": "ring", "pattern": LocalWindow(4)}, "exchange is 'ring'"),
-        ("dense", {"dtype": torch.int8}, "dtype is torch.int8"),
         ("block_sparse", {"pattern": BigBird(256, 0, 2**62)}, "random_blocks is 4611686018427387904; expected at most 1,024 to plan for"),
         # the product is 2⁸⁶, which is 0 in numpy's 64 bits
         ("dense", {"num_positions": np.int64(2**40), "num_heads": np.int64(512), "batch_size": np.int64(2**31)}, "expected at most 2..56"),
@@ -355,19 +361,3 @@ def test_a_density_has_its_pairs_at_lengths_of_which_few_rows_are_looked_at(is_c
     n, heads = 2**25, 8
     found = plan("block_sparse", n, pattern=with_sparsity(0.1), is_causal=is_causal, num_heads=heads)
     assert found.pairs == pytest.approx(0.1 * heads * n * n / (2 if is_causal else 1), rel=0.01)
-
-
-def test_what_the_cpu_needs_is_what_short_sequences_measured() -> None:
-    compared = 0
-    for row in lines_of("2026-11-21-h200/short.jsonl"):
-        heads, dim = map(int, row["shape"].split("x"))
-        rates = {"dilation_rates": LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)}
-        for kind in ("dense", "dilated"):
-            measured, captured = row["ms"][f"{kind} both"], row["ms"][f"{kind} both graph"]
-            # elsewhere the GPU is waited for, or what it still has to do hides the CPU
-            if measured >= 2 * captured:
-                shape = {"num_heads": heads, "head_dim": dim, "is_causal": row["causal"], **(rates if kind == "dilated" else {})}
-                estimate = 1e3 * sum(one.launches for one in plan(kind, row["N"], **shape).passes)
-                assert 0.7 < estimate / measured < 1.3, (row["shape"], row["N"], row["causal"], kind, estimate, measured)
-                compared += 1
-    assert compared >= 6

@@ -186,9 +186,7 @@ SMALL_RUN, SMALL_GENOME = (
 REFUSED: dict[str, list[tuple[str, str]]] = {
     f"train_longnet.py {SMALL_RUN} --data {{text}}": [
         ("--seconds nan", "argument --seconds: got nan; expected a number > 0"),
-        ("--minutes inf", "got inf; expected a number > 0"),
         ("--steps 0", "argument --steps: got 0; expected a number >= 1"),
-        ("--context 0", "argument --context: got 0; expected a number >= 2"),
         ("--context 9k --data {short}", "a context of 9,216 needs 9,217; give more text or a smaller --context"),
         ("--preset gigapath-12l768d", "--preset is gigapath-12l768d, which is no causal language model"),
         ("--dilation-rates 1 2", "--dilation-rates is given and --segment-lengths is not"),
@@ -205,10 +203,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     f"train_genome.py {SMALL_GENOME}": [
         ("--fasta {empty}", "holds no FASTA record"),
         ("--fasta {unknown}", "bases are all unknown; expected some to evaluate"),
-        ("--fasta {missing}", "is not a file; give a FASTA file"),
         ("--fasta {gaps}", "of the 85,000 bases to train on 0.5% are known; expected at least 1%"),
         ("--context 9000", "6,375 bases to train on, and --context is 9,000"),
-        ("--out ''", "--out is empty"),
         ("--short-context 2k", "--short-context is 2,048 and --context 512"),
         ("--held-out 0", "--held-out 0 is no record of"),
         ("--held-out repeats", "0 bases to train on, and --context is 512"),
