@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from dilated_attention import DilatedPattern, attention, dilated_attention, ring_attention, ring_dilated_attention
-from dilated_attention.backends import registry
+from dilated_attention import DilatedPattern, attention, ring_attention, ring_dilated_attention
 from dilated_attention.backends.flash import flash3
 from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, shard_sequence
 from dilated_attention.distributed.exchange import run
@@ -122,13 +121,6 @@ def test_a_rank_of_packed_documents_is_one_launch(world: int, layout: str) -> No
         assert layout == "zigzag" or launches == 4 * sum(count > 1 for count in held)
 
 
-def other_ways(rank: int, world: int, nbytes: int) -> None:
-    """From now on, branches across ranks are computed apart from this size on."""
-    ring_pass.SMALL_BYTES = nbytes
-    registry.cached.clear()
-    ring_pass._setups.clear()
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_branches_that_cross_ranks(world: int) -> None:
     """Segments within ranks beside sparse ones across ranks."""
@@ -136,19 +128,14 @@ def test_branches_that_cross_ranks(world: int) -> None:
     branches = (((8, 2 * n), (1, 4)), ((4, 8, n // 2), (1, 2, 8)), ((4, 2**40), (1, 4)), ((8, n, n), (1, 4, 8)))
     spreads = [
         spread_of(DilatedPattern(lengths, rates, ("cyclic", "zero")[index % 2]), n, heads=heads, kv_heads=kv_heads, is_causal=is_causal,
-                  layout=("contiguous", "zigzag")[(index + heads // 4 + is_causal + world // 2) % 2], exchange="all_gather")
+                  steps=True, layout=("contiguous", "zigzag")[(index + heads // 4 + is_causal + world // 2) % 2], exchange="all_gather")
         for index, (lengths, rates) in enumerate(branches)
         for heads, kv_heads in ((4, 4), (4, 2), (8, 1))
         for is_causal in (False, True)
     ]  # fmt: skip
     # heads of one key/value head at one offset, other key/value heads at others
-    spreads.append(spread_of(DilatedPattern((8, 2 * n), (1, 4), "blocked"), n, heads=8, kv_heads=4, exchange="all_gather"))
-    pool = pool_of(world)
-    pool.run(other_ways, 0)
-    try:
-        check(pool, spreads)
-    finally:
-        pool.run(other_ways, ring_pass.SMALL_BYTES)
+    spreads.append(spread_of(DilatedPattern((8, 2 * n), (1, 4), "blocked"), n, heads=8, kv_heads=4, exchange="all_gather", steps=True))
+    check(pool_of(world), spreads)
 
 
 def test_a_world_of_one_is_the_single_process_bit_for_bit() -> None:
@@ -223,20 +210,6 @@ def test_processes_may_have_different_numbers_of_groups(pool: Pool) -> None:
     judge(spread, pool.run(ring_cases.part_first, [0, 2], spread), device=pool.device)
 
 
-@pytest.mark.parametrize("pool", worlds(2, gpus=(2,)))
-def test_autocast_and_a_loss_that_is_a_sum(pool: Pool) -> None:
-    """A sum's gradient is one number for all of out: a tensor of strides 0."""
-    ranks = pool.run(ring_cases.sums_under_autocast)
-    x = inputs(ring_cases.AUTOCAST, torch.float32, pool.device)
-    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
-    with torch.autocast(pool.device, torch.bfloat16):
-        out = dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True, backend="sdpa")
-    for index, whole in enumerate((out, *torch.autograd.grad(out.float().sum(), leaves))):
-        found = torch.cat([rank[index] for rank in ranks], 1)
-        assert found.dtype is whole.dtype
-        assert_close(found, whole.cpu(), atol=0.02, rtol=0.02)
-
-
 @pytest.mark.parametrize(("exchange", "layout"), [("all_to_all", "contiguous"), ("all_gather", "striped"), ("all_gather", "zigzag")])
 @pytest.mark.parametrize("pool", worlds(2, gpus=(2, 4)))
 def test_a_gradient_of_lse_on_one_rank_alone(pool: Pool, exchange: str, layout: str) -> None:
@@ -293,7 +266,7 @@ def planned(rank: int, world: int, name: str) -> tuple[int, int]:
         compile_ahead(*args, **kwargs)
         connected[0] = 1
 
-    changes = ((run, "make_plan", counted), (run, "compile_ahead", ahead), (ring_pass, "SMALL_BYTES", 0))
+    changes = ((run, "make_plan", counted), (run, "compile_ahead", ahead))
     with byte_limits_of_one(), contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(mock.patch.object(*change))
