@@ -170,12 +170,14 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("amount", "is_causal"), [({"blocks": 5}, True), ({"density": 0.4}, False), ({"mass": 0.7}, True)], ids=str)
 def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: many equal scores, zeros, infinities of both signs, what is no number."""
+    """Bit for bit: many equal scores, zeros and infinities of both signs, what is no number."""
     pytest.importorskip("triton")
     pattern = TopBlocks(**amount, within=LocalWindow(700, block_size=64), block_size=64)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randint(-1, 2, (2, 16, 1, 8), generator=generator).float().repeat_interleave(64, 1) for _ in range(2))
     k[0, 192:256], k[1, 640:704, :, 0] = torch.nan, torch.inf
+    # scores of rows 8 and 9 are zeros, with block 2 of the other sign
+    q[0, 512:640], k[0, 128:192] = 0, -1
     # of a positive query, and of a negative one
     q[1, :, :, 0] = torch.tensor([1.0, -1.0]).repeat(8).repeat_interleave(64)[:, None]
     padding = torch.zeros(2, 1024, dtype=torch.bool)

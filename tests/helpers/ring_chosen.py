@@ -1,4 +1,4 @@
-"""Chosen calls on spread sequences, on CPUs and GPUs: where lengths, segments, heads and ranks meet at their edges."""
+"""Chosen calls on spread sequences, on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -13,31 +13,6 @@ from tests.helpers.ring_cases import WHOLE, Spread, with_changes
 def spread_of(pattern: DilatedPattern = WHOLE, n: int = 48, **changes: Any) -> Spread:
     case = Case(pattern=pattern, batch=2, num_queries=n, num_keys=n, heads=4, kv_heads=2, lse_grad=True, seed=3)
     return with_changes(Spread(case=case), **changes)
-
-
-def segments_and_ranks(world: int) -> list[Spread]:
-    """Segments inside a rank, of two ranks, of all, longer than the sequence, and across bounds; rates that divide nothing."""
-    n = 96
-    share = n // world
-    patterns = [
-        DilatedPattern((share, 2 * share, n), (1, 2, 4)),
-        DilatedPattern((share // 2, 2 * share, 4 * n), (1, 3, 5), "blocked"),
-        DilatedPattern((share + 1, 31, 77), (1, 4, 9)),
-        DilatedPattern((2 * share, n), (5, 7), "zero", tail="zero_keys"),
-        DilatedPattern((2 * share, n), (2, 3), ((1, 0, 0, 1), (2, 2, 1, 0)), tail="zero_keys"),
-        DilatedPattern((share, n, n), (2, 2, 2)),
-        DilatedPattern((share, n), (1, 2), branch_heads="split"),
-    ]
-    return [
-        spread_of(pattern, n, is_causal=is_causal, exchange=exchange, layout=layout)
-        for pattern in patterns
-        for exchange, layout, is_causal in (
-            ("all_gather", "contiguous", False),
-            ("all_gather", "contiguous", True),
-            ("all_gather", "zigzag", True),
-            ("auto", "striped", False),
-        )
-    ]
 
 
 def biases() -> list[Spread]:
