@@ -37,7 +37,7 @@ from tests.backends.test_libraries import Flash3Ops, put_on_cpu
 from tests.helpers import ring_cases, ring_chosen
 from tests.helpers.machine import ON_CPU, worlds
 from tests.helpers.pool import Pool, here, pool_of
-from tests.helpers.ring_cases import WHOLE, Kernel, Spread, byte_limits_of_one, draw, positions, random_layout, together, with_changes
+from tests.helpers.ring_cases import WHOLE, Kernel, Spread, byte_limits_of_one, draw, positions, together, with_changes
 from tests.helpers.ring_chosen import spread_of
 
 # random calls of each world. Five are slow on two cores
@@ -71,12 +71,6 @@ def check(pool: Pool, spreads: Sequence[Spread], dtype: torch.dtype = torch.floa
 @pytest.mark.parametrize(("world", "first"), [(world, first) for world, count in CASES.items() for first in range(0, count, BATCH)])
 def test_random_calls(world: int, first: int) -> None:
     check(pool_of(world), [draw(world, seed) for seed in range(first, first + BATCH)])
-
-
-@pytest.mark.parametrize("pool", worlds(2, 3, gpus=(2,)))
-def test_random_calls_of_runs_that_begin_and_end_anywhere(pool: Pool) -> None:
-    spreads = [draw(pool.world, seed) for seed in range(1000, 1030)]
-    check(pool, [with_changes(x, layout=random_layout(x.case.num_keys, pool.world, i).name) for i, x in enumerate(spreads)])
 
 
 # --- chosen calls -----------------------------------------------------------------------------------------------------------------

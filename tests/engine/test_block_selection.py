@@ -175,9 +175,12 @@ def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_caus
     pattern = TopBlocks(**amount, within=LocalWindow(700, block_size=64), block_size=64)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randint(-1, 2, (2, 16, 1, 8), generator=generator).float().repeat_interleave(64, 1) for _ in range(2))
-    k[0, 192:256], k[1, 640:704, :, 0] = torch.nan, torch.inf
-    # scores of rows 8 and 9 are zeros, with block 2 of the other sign
-    q[0, 512:640], k[0, 128:192] = 0, -1
+    # infinities of both signs and what is no number, with the sign that would put it below everything
+    k[0, 192:256], k[1, 640:704, :, 0] = torch.inf, torch.inf
+    # zeros of both signs
+    q[0, 512:640] = 0
+    scored = selection._scores
+    monkeypatch.setattr(selection, "_scores", lambda *means: (x := scored(*means)) * (1 - torch.arange(x.shape[-1]) % 2 * 2))
     # of a positive query, and of a negative one
     q[1, :, :, 0] = torch.tensor([1.0, -1.0]).repeat(8).repeat_interleave(64)[:, None]
     padding = torch.zeros(2, 1024, dtype=torch.bool)

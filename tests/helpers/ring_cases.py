@@ -114,7 +114,7 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
     options = {"padding": case.padding != "none", "window": case.window is not None, "dropout": case.dropout_p > 0}
     return Spread(
         case=case,
-        layout=rng.choice(LAYOUTS),
+        layout=rng.choice((*LAYOUTS, random_layout(rng, n, world).name)),
         exchange=exchange,
         seq_len_given=rng.random() < 0.7,
         steps=rng.random() < 0.4,
@@ -130,9 +130,8 @@ def _pattern(rng: random.Random, n: int, world: int, heads: int, may_split: bool
     return dataclasses.replace(pattern, segment_lengths=tuple(lengths), branch_heads=pattern.branch_heads if may_split else "all")
 
 
-def random_layout(seq_len: int, world: int, seed: int) -> Layout:
+def random_layout(rng: random.Random, seq_len: int, world: int) -> Layout:
     """Runs of random lengths, dealt at random: neighbours may go to one rank, and a rank may get none."""
-    rng = random.Random(seed)
     cuts = sorted({0, seq_len, *(rng.randint(0, seq_len) for _ in range(rng.randint(0, 4 * world)))})
     runs: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for start, end in itertools.pairwise(cuts):
