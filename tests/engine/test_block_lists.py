@@ -66,7 +66,7 @@ def check(pattern: BlockPattern, n: int, is_causal: bool, first_query: int = 0, 
     is_causal=st.booleans(),
     in_pieces=st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_lists_are_the_dense_mask(data: st.DataObject, n: int, block_size: int | tuple[int, int], is_causal: bool, in_pieces: bool) -> None:
     """Of the whole sequence, and of rows to its end or within it."""
     pattern = data.draw(compositions(n, block_size))
