@@ -19,10 +19,10 @@ from dilated_attention import DilatedPattern, balanced_layout
 from dilated_attention.distributed import Layout
 from dilated_attention.pattern import BlockPattern, LocalWindow, with_sparsity
 from dilated_attention.testing import Case, Space
+from dilated_attention.testing.cases import random_blocks
 from tests.distributed.test_ring import check as check_spreads
 from tests.helpers.forms import FORMS
 from tests.helpers.machine import ON_CPU, share, worlds
-from tests.helpers.pattern_cases import simple_patterns
 from tests.helpers.pool import Pool, pool_of
 from tests.helpers.ring_cases import Spread
 from tests.helpers.strategies import cases
@@ -49,18 +49,9 @@ def check(pool: Pool, spreads: Sequence[Spread], dtype: torch.dtype = torch.floa
     check_spreads(pool, laid_out(spreads, pool.world), dtype)
 
 
-def of_kind(kind: str, spreads: Sequence[Spread], choices: Sequence[DilatedPattern]) -> list[Spread]:
-    if kind == "blocks":
-        return list(spreads)
-    return [replace(x, case=replace(x.case, branches=choices[index % len(choices)])) for index, x in enumerate(spreads)]
-
-
 def case_of(pattern: BlockPattern, N: int, **changes: Any) -> Case:
     options: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 3, "lse_grad": True} | changes
     return Case(pattern=pattern, num_queries=N, num_keys=N, **options)
-
-
-NAMES = [name for name in simple_patterns(64, 64) if not name.startswith("sparsity") or name == "sparsity_big_bird"]
 
 
 def test_documents_of_which_only_the_long_one_differs_between_heads() -> None:
@@ -100,18 +91,15 @@ KERNELS: dict[str, tuple[str, tuple[int, int], int, int]] = {
     "triton, 64": ("triton", (64, 64), 64, 1),
     "auto, 128": ("auto", (128, 128), 128, 2),
 }
-# those that exist at one length only
-OF_ONE_LENGTH = ("document", "table", "table_shared")
 
 
 def draw(world: int, seed: int, backend: str, block: tuple[int, int], head_dim: int, kv_heads: int) -> Spread:
     rng = random.Random(world * 100_003 + seed)
     n = rng.choice([rng.randint(70, 200), rng.randint(200, 700), 128 * world * rng.randint(1, 2)])
     bounds = (0, *sorted(rng.randint(0, n) for _ in range(rng.randint(0, 3))), n) if rng.random() < 0.2 else None
-    name = rng.choice([name for name in NAMES if bounds is None or name not in OF_ONE_LENGTH])
     dropout_p = 0.3 if rng.random() < 0.1 else 0.0
     case = case_of(
-        simple_patterns(n, block)[name],
+        random_blocks(rng, 2, n, block, any_length=bounds is not None),
         n,
         heads=2,
         kv_heads=kv_heads,

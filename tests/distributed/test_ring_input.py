@@ -1,4 +1,4 @@
-"""Ring calls that are refused: bad input at the door, and calls that differ between ranks, with one text on all of them."""
+"""Ring calls that are refused since they differ between ranks, with one text on all. Other bad input: functional/test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import torch.distributed as dist
 
 from dilated_attention import (
     Alibi,
-    BackendUnavailable,
     DilatedPattern,
     ring_attention,
     ring_block_sparse_attention,
     ring_block_sparse_dilated_attention,
     ring_dilated_attention,
 )
-from dilated_attention.distributed import LAYOUTS, Layout
+from dilated_attention.distributed import LAYOUTS
 from dilated_attention.distributed.comm import call_consistency
 from dilated_attention.distributed.comm.session import RingError
-from dilated_attention.pattern import LocalWindow, MaskFunction, PerHead
+from dilated_attention.pattern import LocalWindow, MaskFunction
 from dilated_attention.testing.cases import scattered
 from tests.distributed.test_ring import check
 from tests.helpers.pool import pool_of
@@ -38,53 +37,13 @@ def tensors(rows: int = 8, heads: int = 4, kv_heads: int = 2, batch: int = 2, **
 
 BOUNDS = torch.tensor([0, 3, 8], dtype=torch.int32)
 
-# (arguments, exception, words of its text) of all: what only a ring refuses. What any function does: functional/test_bad_input.py
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (tensors(q=torch.zeros(2, 7, 4, 8)), ValueError, "q has 7 rows and k has 8; a process holds queries and keys of the same positions"),
-    ({"layout": None}, TypeError, "layout is None"),
-    ({"layout": Layout(32, (((0, 32),),))}, ValueError, "layout is for 32 positions on 1 processes, the sequence has 8 on 1"),
-    ({"exchange": "gather"}, ValueError, "exchange is 'gather'; expected one of 'auto', 'all_gather', 'ring', 'all_to_all', '2d'"),
-    ({"exchange": 2}, TypeError, "exchange is 2"),
-    *(({"timeout": timeout}, ValueError, f"timeout is {timeout!r}") for timeout in (0, float("inf"), float("nan"), True, "60")),
-    ({"seq_len": -1}, ValueError, "seq_len is -1; expected an integer ≥ 0"),
-    ({"seq_len": 8.0}, TypeError, r"seq_len is 8\.0"),
-    ({"seq_len": 9}, ValueError, r"the group's ranks hold \[8\] positions; a \w+ sequence of 9 has \[9\]: cut it by shard_sequence"),
-    ({"ranks_per_node": 1.0}, TypeError, r"ranks_per_node is 1\.0"),
-    (tensors(batch=1, cu_seqlens=BOUNDS[:2]), ValueError, r"cu_seqlens is \[0, 3\]; expected bounds that start at 0, .* end at N = 8"),
-    ({"backend": "flash3"}, BackendUnavailable, "flash3"),
-    ({"group": 1, "mesh": 2}, ValueError, "group and mesh are both given; .* pass group= or mesh="),
-    ({"group": 3}, ValueError, r"torch\.distributed is not initialised"),
-]
-OF_KIND: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
-    "dilated": [
-        (
-            {"exchange": "all_to_all", "branch_heads": "split"},
-            ValueError,
-            "exchange='all_to_all': branch_heads='split' .* use exchange='all_gather'",
-        ),
-    ],
-    "blocks, union": [({"pattern": PerHead((LocalWindow(3),) * 3)}, ValueError, "PerHead got 3 patterns for 4 heads")],
+# by whether a call has branches, and whether it has blocks
+FUNCTIONS: dict[tuple[bool, bool], Callable[..., Any]] = {
+    (False, False): ring_attention,
+    (True, False): ring_dilated_attention,
+    (False, True): ring_block_sparse_attention,
+    (True, True): ring_block_sparse_dilated_attention,
 }
-FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "dense": (ring_attention, {}),
-    "dilated": (ring_dilated_attention, {"segment_lengths": [4], "dilation_rates": [2]}),
-    "blocks": (ring_block_sparse_attention, {"pattern": LocalWindow(40, block_size=64)}),
-    "union": (
-        ring_block_sparse_dilated_attention,
-        {"segment_lengths": [4], "dilation_rates": [2], "pattern": LocalWindow(40, block_size=64)},
-    ),
-}
-EXCHANGE = {"exchange", "ranks_per_node"}
-
-
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_bad_input_is_refused(kind: str) -> None:
-    function, base = FUNCTIONS[kind]
-    # all keys of blocks come in one exchange, which has no name
-    shared = [x for x in BAD if kind in ("dense", "dilated") or not EXCHANGE & x[0].keys()]
-    for arguments, error, text in [*shared, *(x for kinds, cases in OF_KIND.items() if kind in kinds.split(", ") for x in cases)]:
-        with pytest.raises(error, match=text):
-            function(**(tensors() | base | arguments))
 
 
 # --- in a world of four -----------------------------------------------------------------------------------------------------------
@@ -99,9 +58,7 @@ def call_of(rank: int, arguments: dict[str, Any]) -> str:
     if arguments.pop("leaf", False):
         arguments["q"] = arguments["q"].requires_grad_()
     arguments = {name: x for name, x in arguments.items() if x is not LEFT_OUT}
-    has = tuple(name in arguments for name in ("segment_lengths", "pattern"))
-    kind = {(False, False): "dense", (True, False): "dilated", (False, True): "blocks", (True, True): "union"}[has]
-    function = FUNCTIONS[kind][0]
+    function = FUNCTIONS["segment_lengths" in arguments, "pattern" in arguments]
     began = time.monotonic()
     try:
         function(**arguments)

@@ -27,7 +27,7 @@ from dilated_attention.pattern.blocks import base
 from dilated_attention.pattern.blocks import block_lists as pattern_lists
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 from tests.helpers.largest import Largest
-from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, LENGTHS, compositions, expanded, expanded_by_interval, lattice, simple_patterns
+from tests.helpers.pattern_cases import BLOCK_SIZES, HEADS, compositions, expanded, expanded_by_interval, lattice
 
 MILLION = 2**20
 # bfloat16, 16 heads of 128
@@ -59,31 +59,26 @@ def check(pattern: BlockPattern, n: int, is_causal: bool, first_query: int = 0, 
     return lists
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", sorted(simple_patterns(64, 64)))
-def test_lists_are_the_dense_mask(name: str, is_causal: bool) -> None:
-    for n in LENGTHS:
-        for block_size in BLOCK_SIZES if n > 200 else (64, (128, 64)):
-            pattern = simple_patterns(n, block_size)[name]
-            check(pattern, n, is_causal)
-            if n > 256:
-                # to the end of one length and within the other
-                check(pattern, n, is_causal, first_query=128, num_queries=None if n == 300 else 100)
-
-
-@pytest.mark.slow
-@given(data=st.data(), n=st.sampled_from((1, 65, 190, 300, 515)), block_size=st.sampled_from(BLOCK_SIZES), is_causal=st.booleans())
-@settings(max_examples=60)
-def test_compositions(data: st.DataObject, n: int, block_size: int | tuple[int, int], is_causal: bool) -> None:
-    """Half of them built in pieces."""
+@given(
+    data=st.data(),
+    n=st.sampled_from((1, 63, 64, 65, 127, 190, 300, 515)),
+    block_size=st.sampled_from(BLOCK_SIZES),
+    is_causal=st.booleans(),
+    in_pieces=st.booleans(),
+)
+@settings(max_examples=100)
+def test_lists_are_the_dense_mask(data: st.DataObject, n: int, block_size: int | tuple[int, int], is_causal: bool, in_pieces: bool) -> None:
+    """Of the whole sequence, and of rows to its end or within it."""
     pattern = data.draw(compositions(n, block_size))
     with pytest.MonkeyPatch.context() as patch:
-        if data.draw(st.booleans()):
+        if in_pieces:
             clear_block_lists()
             patch.setattr(pattern_lists, "BLOCKS_AT_ONCE", 10)
             for owner in (pattern_lists, base):
                 patch.setattr(owner, "PAIRS_AT_ONCE", 3 * 128 * 128)
-        check(pattern, n, is_causal, first_query=128 if n > 128 and data.draw(st.booleans()) else 0)
+        check(pattern, n, is_causal)
+        if n > 256:
+            check(pattern, n, is_causal, first_query=128, num_queries=data.draw(st.sampled_from((None, 100))))
 
 
 def test_masks_are_an_interval_where_they_are_stretches() -> None:
@@ -167,17 +162,16 @@ def test_a_million_positions(pattern: BlockPattern, is_causal: bool, seconds: fl
     assert lists.interval is not None
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_select_rows(is_causal: bool) -> None:
-    n = 700
-    for name, pattern in simple_patterns(n, 64).items():
-        lists = block_lists(pattern, n, HEADS, is_causal=is_causal, device="cpu")
-        mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)
-        for rows in ([3, 1, 10], [], [0, 2, 2, 9], list(range(11))):
-            chosen = select_rows(lists, torch.tensor(rows, dtype=torch.int64))
-            positions = [p for row in rows for p in range(64 * row, min(64 * row + 64, n))]
-            assert torch.equal(expanded(chosen, HEADS), mask[:, positions]), name
-            assert chosen.interval is None or torch.equal(expanded_by_interval(chosen, HEADS), mask[:, positions]), name
-            assert (chosen.interval is None) == (lists.interval is None)
-        with pytest.raises(ValueError, match="rows selects the short last query block, 10, before its end; select it last"):
-            select_rows(lists, torch.tensor([10, 0]))
+@given(pattern=compositions(700, 64), is_causal=st.booleans(), rows=st.lists(st.integers(0, 9), max_size=4), to_the_end=st.booleans())
+@settings(max_examples=60)
+def test_select_rows(pattern: BlockPattern, is_causal: bool, rows: list[int], to_the_end: bool) -> None:
+    n, rows = 700, rows + [10] * to_the_end
+    lists = block_lists(pattern, n, HEADS, is_causal=is_causal, device="cpu")
+    chosen = select_rows(lists, torch.tensor(rows, dtype=torch.int64))
+    positions = [p for row in rows for p in range(64 * row, min(64 * row + 64, n))]
+    wanted = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)[:, positions]
+    assert torch.equal(expanded(chosen, HEADS), wanted)
+    assert chosen.interval is None or torch.equal(expanded_by_interval(chosen, HEADS), wanted)
+    assert (chosen.interval is None) == (lists.interval is None)
+    with pytest.raises(ValueError, match="rows selects the short last query block, 10, before its end; select it last"):
+        select_rows(lists, torch.tensor([10, 0]))

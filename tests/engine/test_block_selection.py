@@ -169,34 +169,29 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("amount", "is_causal"), [({"blocks": 5}, True), ({"density": 0.4}, False), ({"mass": 0.7}, True)], ids=str)
-def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool) -> None:
-    """Bit for bit: many equal scores, zeros of both signs, infinities, what is no number."""
-    choose_triton = pytest.importorskip("dilated_attention.engine.blocks.selection_triton")
-    N, H = 16 * 64, 1
+def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: many equal scores, zeros and infinities of both signs, what is no number."""
+    pytest.importorskip("triton")
     pattern = TopBlocks(**amount, within=LocalWindow(700, block_size=64), block_size=64)
-    grid = selection.make_grid(N, N, (64, 64), None, is_causal, 0, is_causal, True, torch.device("cpu"))
-    padding = torch.zeros(2, N, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randint(-1, 2, (2, 16, 1, 8), generator=generator).float().repeat_interleave(64, 1) for _ in range(2))
+    # infinities of both signs and what is no number, with the sign that would put it below everything
+    k[0, 192:256], k[1, 640:704, :, 0] = torch.inf, torch.inf
+    # zeros of both signs
+    q[0, 512:640] = 0
+    scored = selection._scores
+    monkeypatch.setattr(selection, "_scores", lambda *means: (x := scored(*means)) * (1 - torch.arange(x.shape[-1]) % 2 * 2))
+    # of a positive query, and of a negative one
+    q[1, :, :, 0] = torch.tensor([1.0, -1.0]).repeat(8).repeat_interleave(64)[:, None]
+    padding = torch.zeros(2, 1024, dtype=torch.bool)
     padding[1, 256:400] = True
-    num_real = selection._count(~padding, grid.columns)
-    part = selection.part_of(pattern, grid, grid.documents[0], slice(0, 16), num_real, H, 0)
-    scores = (torch.randn(2, H, 16, grid.scored_on_host[-1], generator=torch.Generator().manual_seed(0)) * 2).round() / 2
-    scores[0, 0, 5:9] *= -0.0
-    scores[0, 0, 11:, 7], scores[1, 0, 12:, 9] = -torch.inf, torch.inf
-    # not a number, with the sign that would put it below everything
-    scores.view(torch.int32)[0, 0, 10:, 3] = -(2**22)
-    # so small that no sum of them is the share
-    weights = None if pattern.mass is None else selection.softmax_weights(scores, part) >> 20
-    share = selection.share_units(pattern.mass or 0.5)
-    found, expected = (torch.zeros(2, H, 16, 1, dtype=torch.int32) for _ in range(2))
-    choose_triton.choose_rows(found, scores, weights, part, 16, share)
-    selection.choose_rows(expected, scores, weights, part, 16, share)
-    assert torch.equal(found, expected)
-    bits = unpacked(expected, 16)
-    forced, candidates = (x.expand_as(bits) for x in selection.fates(part, 16))
-    assert bits[0, 0, 10:13, 3].all()  # NaN is kept where it may be
-    if part.budget is not None:
-        count = torch.minimum(part.budget - forced.sum(-1), candidates.sum(-1)).clamp(min=0)
-        assert torch.equal(bits.sum(-1), forced.sum(-1) + count)
+    found = []
+    for has in (True, False):
+        monkeypatch.setattr(selection, "has_kernels", lambda x, has=has: has)
+        found.append(choose_blocks_op(q, k, padding, None, pattern.spec(), is_causal, 8**-0.5, 0))
+    assert torch.equal(*found)
+    # what is no number is kept where it may be
+    assert unpacked(found[0], 16)[0, 0, 10:13, 3].all()
 
 
 @pytest.mark.parametrize("seed", range(3))

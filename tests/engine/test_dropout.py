@@ -1,9 +1,8 @@
-"""Dropout by position: the definition, its Triton kernel, and that the pairs it drops look independent."""
+"""Dropout by position: the definition, and its Triton kernel."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention.backends import Dropout, dropout
-from dilated_attention.backends.dropout import Words, keep_mask, philox, threshold_of, words_of
+from dilated_attention.backends.dropout import Words, keep_mask, philox, words_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = (0, 7, 2**31, 2**32 - 1, 2**32 + 5, 2**62 - 1, 2**64 - 1)
@@ -112,38 +111,3 @@ def test_the_kernel_gets_numbers_of_one_type(monkeypatch: pytest.MonkeyPatch) ->
     for seed, origin in itertools.product(SEEDS, (0, 2**31, 2**32 - 1, 2**50)):
         kernel.dropout_words(seed, 1, 1, 3, DEVICE, position_offset=origin, first_head=2**31, first_batch=1)
     assert len(launched) == 10 * 4 * len(SEEDS) and all(type(x) is int and -(2**31) <= x < 2**31 for x in launched)
-
-
-def drops(p: float, seed: int, step: int, batch: int = 0, head: int = 0, count: int = 1024) -> torch.Tensor:
-    """Decisions (queries, keys) of one head, centred and of variance 1."""
-    positions = span(17, count, step)[None]
-    kept = keep_mask(Dropout(p, seed, span(batch, 1), span(head, 1), positions, positions), slice(None))[0, 0]
-    share = threshold_of(p) / 2**32
-    return ((~kept).float() - share) / math.sqrt(share * (1 - share))
-
-
-def deviations(x: torch.Tensor) -> float:
-    """The mean in standard deviations: of products of independent decisions, which have variance 1 and are uncorrelated."""
-    return float(x.mean(dtype=torch.float64)) * math.sqrt(x.numel())
-
-
-@pytest.mark.parametrize(("seed", "p", "step"), [(1, 0.5, 1), (2**61 + 7, 0.05, 2), (9, 0.1, 4096)])
-def test_pairs_are_dropped_independently(seed: int, p: float, step: int) -> None:
-    """The share of dropped pairs, and products of two and four decisions, within 5 standard deviations of independent ones."""
-    x = drops(p, seed, step)
-    seen = {"share": x}
-    for k in (1, 2, 512):
-        row, column = x[:, k:] * x[:, :-k], x[k:] * x[:-k]
-        seen |= {f"row {k}": row, f"column {k}": column, f"diagonal {k}": x[k:, k:] * x[:-k, :-k]}
-        for n in (1, 2, 512):
-            seen[f"corners {k} {n}"] = row[n:] * row[:-n]
-    seen["of a query and its own key"] = x.diagonal()
-    for name, other in (
-        ("head", (seed, step, 0, 1)),
-        ("batch", (seed, step, 1, 0)),
-        ("seed", (seed + 1, step)),
-        ("key", (seed + 2**32, step)),
-    ):
-        seen[f"next {name}"] = x * drops(p, *other)
-    found = {name: deviations(y) for name, y in seen.items()}
-    assert all(abs(value) < 5 for value in found.values()), {name: value for name, value in found.items() if abs(value) >= 5}

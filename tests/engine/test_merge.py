@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from dilated_attention.engine.branches import places
 from dilated_attention.engine.branches.places import Layout, layout_of
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.testing import max_error
+from dilated_attention.testing.cases import random_branches
 from tests.helpers import fused
 
 onto_triton = pytest.importorskip("dilated_attention.backends.merge_triton")
@@ -99,15 +101,7 @@ def test_a_part_merges_onto_views_like_float64_and_rounds_once(
 
 
 def random_layout(rng: random.Random, batch: int, heads: int, n: int) -> Layout:
-    if rng.random() < 0.4:
-        # LongNet's: the direct branch has most rows to itself
-        shortest, growth = rng.choice([4, 8, 12]), rng.choice([2, 4])
-        pattern = DilatedPattern([shortest * growth**i for i in range(3)], [growth**i for i in range(3)], rng.choice(["cyclic", "zero"]))
-    else:
-        lengths = [rng.randint(1, 2 * n) for _ in range(rng.randint(1, 4))]
-        rates = [rng.choice([1, rng.randint(1, min(w, 9))]) for w in lengths]
-        split = rng.random() < 0.3
-        pattern = DilatedPattern(lengths, rates, "cyclic" if split else rng.choice(["cyclic", "blocked"]), "split" if split else "all")
+    pattern = replace(random_branches(rng, heads, n, None), tail="mask")
     low = rng.randrange(heads)
     documents = tuple((b * n, b * n + n) for b in range(batch))
     shape = whole_shape(heads, heads, batch * n, False)._replace(documents=documents)

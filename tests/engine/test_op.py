@@ -28,7 +28,7 @@ from dilated_attention.engine.ops import resolve_blocks
 from dilated_attention.pattern import BlockTensor, LocalWindow, MaskFunction, PerHead, Sparsity, Strided, TopBlocks
 from dilated_attention.testing import Case, Space, call, inputs, random_case, results
 from dilated_attention.testing.oracle import block_multiplicities, multiplicities
-from tests.helpers.forms import Looks
+from tests.helpers.forms import FORMS, Looks
 from tests.helpers.fused import run_fused
 from tests.helpers.op_settings import calls_of
 
@@ -254,16 +254,18 @@ def test_a_kept_op_runs_once_with_equal_gradients(function: Function, monkeypatc
     assert len(calls) == 1 and all(map(torch.equal, plain, again))
 
 
+@pytest.mark.parametrize("form", ["eager", "ring"])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_autocast_only_casts_the_inputs(blocks: bool) -> None:
+def test_autocast_only_casts_the_inputs(blocks: bool, form: str) -> None:
     """Inside the op a backend's float32 arithmetic must stay float32, forward and backward, though autocast is on around it."""
+    function, fitting = FORMS[form]
     for seed in range(20):
-        case = random_case(seed, Space(softcap=True, bias=True, blocks=blocks, max_length=150 if blocks else 70))
+        case = fitting(random_case(seed, Space(softcap=True, bias=True, blocks=blocks, max_length=150 if blocks else 70)))
         for dtype, low in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):
             x = inputs(case, dtype)
             with torch.autocast("cpu", torch.bfloat16):
-                found = results(call, case, x)
-            by_hand = results(call, case, replace(x, q=x.q.to(low), k=x.k.to(low), v=x.v.to(low)))
+                found = results(function, case, x)
+            by_hand = results(function, case, replace(x, q=x.q.to(low), k=x.k.to(low), v=x.v.to(low)))
             assert found["out"].dtype is low and found["dq"].dtype is dtype
             assert all(torch.equal(found[name].double(), by_hand[name].double()) for name in by_hand), case
 

@@ -18,12 +18,13 @@ from torch.func import functionalize, grad, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
 import dilated_attention as da
+from dilated_attention.engine.branches import run_problems
 from dilated_attention.testing import Case, Inputs, Space, call, inputs, max_error, plain_attention, random_case, relative_bound, results
-from tests.helpers.op_settings import settings
+from tests.helpers.op_settings import calls_of, settings
 from tests.helpers.pool import pool_of
 from tests.helpers.transform_cases import BRANCHES, TRANSFORMS, B, D, Function, H, N, functions, many, qkv, weights_of
 
-REFUSED = {"jvp", "jvp_of_one", "jacfwd", "hessian", "jacrev_of_jacrev"}
+REFUSED = {"jvp", "jvp_of_one", "hessian", "jacrev_of_jacrev"}
 NO_FORWARD_MODE = "has no forward mode, and got a tangent.* use "
 EVERY = functions()
 FUNCTIONS: dict[str, Function] = {name: function for name, (function, _) in EVERY.items() if name.islower()}
@@ -222,12 +223,7 @@ def test_a_mapped_dropout_draws_a_mask_for_each_entry_or_one_for_all_and_is_refu
 
 
 def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dilated_attention.engine.branches import run_problems
-
-    calls: list[int] = []
-    for name in ("run_forward", "run_backward"):
-        inner = getattr(run_problems, name)
-        monkeypatch.setattr(run_problems, name, lambda *args, inner=inner: calls.append(1) or inner(*args))
+    calls = calls_of(monkeypatch, run_problems, "run_forward", "run_backward")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         under("vmap_of_grad", FUNCTIONS["dilated_attention"])

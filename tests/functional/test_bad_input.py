@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dilated_attention as da
 from dilated_attention import BackendUnavailable, DilatedPattern, modules
 from dilated_attention.backends import Hardware
+from dilated_attention.distributed import Layout
 from dilated_attention.models import KVCache, LongNetConfig, LongNetLM, PagedKVCache, SlideEncoderConfig
 from dilated_attention.pattern import BigBird, BlockTensor, Document, LocalWindow, PerHead, RandomBlocks, TopBlocks
 from dilated_attention.pattern.checks import shown
@@ -137,11 +138,12 @@ OPTIONS: dict[str, tuple[str, list[Any], list[Any]]] = dict.fromkeys(FLAGS, FLAG
     "gamma_init": ("", [None], [nan]),
     "layer_norm_eps": ("", [], [-1e-5]),
     "sparsity_ratio": ("", ["0.1", True], [0.0, 1.5]),
-    "layout": ("", [], ["spiral"]),
-    "exchange": ("", [], ["mail"]),
-    "ranks_per_node": ("", [], [0]),
+    "layout": ("", [None], ["spiral"]),
+    "exchange": ("'auto', 'all_gather', 'ring', 'all_to_all', '2d'", [2], ["mail"]),
+    "ranks_per_node": ("", [1.0], [0]),
+    "seq_len": ("", [8.0], [-1]),
     "head_steps": ("", [], [0]),
-    "timeout": ("", [], [-1]),
+    "timeout": ("", [], [-1, 0, inf, nan, True, "60"]),
 }
 
 
@@ -360,13 +362,17 @@ PLANNED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (ALONE | {"pattern": Document((3, 4))}, ValueError, "lengths sum to 7 … 8 positions"),
     (ALONE | {"pattern": PerHead((WINDOW, WINDOW))}, ValueError, "2 patterns … 4 heads"),
     (ALONE | {"pattern": BlockTensor(torch.ones(3, 1, 1, dtype=torch.bool))}, ValueError, "(3, 1, 1) … 4 heads of 8 positions"),
+    (tensors(q=torch.zeros(2, 7, 4, 8), layout="zigzag"), ValueError, "q has 7 rows and k has 8; a process holds queries and keys of"),
+    (tensors(layout=Layout(32, (((0, 32),),))), ValueError, "layout is for 32 positions on 1 processes, the sequence has 8 on 1"),
+    (tensors(layout="zigzag", seq_len=9), ValueError, "hold [8] positions; a zigzag sequence of 9 has [9]: cut it by shard_sequence"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), PLANNED, ids=[words for *_, words in PLANNED])
 def test_what_values_and_shapes_say_is_refused(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
-    # those of blocks name the pattern
-    for name in NAMES[2 * ("pattern" in arguments) : 4]:
+    for name in NAMES[:8]:
+        if not arguments.keys() <= PARAMETERS[name].keys():
+            continue
         for _ in range(2):
             with pytest.raises(error) as caught:
                 getattr(da, name)(**given_to(name, **arguments))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -75,8 +74,9 @@ def error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize(("activation", "norm"), RECIPES)
 def test_equal_to_the_layers_one_by_one(activation: str | None, norm: str, rows: int, K: int, bias: bool) -> None:
     layers = Layers(norm, K, bias=bias)
-    # a mean far from 0 and rows that do not fill a tile
-    x = torch.randn(1, rows, K, device=DEVICE) + 3
+    # a mean far from 0, both tails of an activation, and rows that do not fill a tile
+    x = 2 * torch.randn(1, rows, K, device=DEVICE) + 3
+    x[..., ::3] -= 6
     assert error(results(layers, x, activation, True), results(layers, x, activation, False)) < 5e-6
 
 
@@ -93,20 +93,6 @@ def test_no_worse_in_bfloat16(activation: str | None, norm: str, autocast: bool,
     for mine, theirs, true in zip(found, plain, results(layers.double(), x.double(), activation, False), strict=True):
         assert mine.dtype is theirs.dtype
         assert (mine.double() - true).norm() <= 1.2 * (theirs.double() - true).norm() + slack * true.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gelu_is_the_exact_one(dtype: torch.dtype) -> None:
-    """Values and gradients within rounding; far out on the left, too, where what is left of x is small."""
-    linear = nn.Linear(3, 3, bias=False, device=DEVICE, dtype=dtype)
-    linear.weight.data = torch.eye(3, device=DEVICE, dtype=dtype)
-    x = torch.linspace(-6, 9, 4096, device=DEVICE).to(dtype).view(-1, 1).repeat(1, 3).requires_grad_()
-    wide = x.detach().double().requires_grad_()
-    (found,), expected = linear_layers(x, [linear], activation="gelu"), F.gelu(wide)
-    rounding = {"rtol": 1e-5 if dtype is torch.float32 else 2**-7, "atol": 1e-6}
-    torch.testing.assert_close(found.double(), expected, **rounding)
-    (dx,), (true,) = torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), wide)
-    torch.testing.assert_close(dx.double(), true, **rounding)
 
 
 @pytest.mark.parametrize(

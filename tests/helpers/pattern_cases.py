@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention.pattern import (
-    Axial,
-    BigBird,
-    BlockPattern,
-    BlockTensor,
-    Causal,
-    DilatedBlocks,
-    Document,
-    GlobalLocal,
-    LocalWindow,
-    MaskFunction,
-    RandomBlocks,
-    Sparsity,
-    Strided,
-)
+from dilated_attention.pattern import BlockPattern, RandomBlocks, Sparsity
 from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
 from dilated_attention.pattern.blocks.compose import KINDS
 from tests.helpers.strategies import some_patterns
 
-LENGTHS = (1, 63, 64, 65, 127, 300, 515)
 BLOCK_SIZES = (64, 128, (64, 128), (128, 64))
 HEADS = 2
 
@@ -37,44 +20,13 @@ def lattice(batch: torch.Tensor, head: torch.Tensor, q_idx: torch.Tensor, kv_idx
     return ((q_idx // 50 + kv_idx // 70 + head) % 3 == 0) & (q_idx % 200 != 17)
 
 
-# cached, for a function is traced where its pattern is made
-@functools.cache
-def simple_patterns(num_positions: int, block_size: int | tuple[int, int]) -> dict[str, BlockPattern]:
-    """One or two of each kind, for ``num_positions`` positions and ``HEADS`` heads."""
-    n = num_positions
-    rows, columns = (-(-n // size) for size in (block_size if isinstance(block_size, tuple) else (block_size, block_size)))
-    table = torch.rand(HEADS, rows, columns, generator=torch.Generator().manual_seed(n)) < 0.4
-    patterns = {
-        "window_0": LocalWindow(0, block_size=block_size),
-        "window": LocalWindow((150, 20), block_size=block_size),
-        "window_open": LocalWindow((None, 3), block_size=block_size),
-        "causal": Causal(block_size=block_size),
-        "document": Document((n // 3, 0, n // 5, n - n // 3 - n // 5), block_size=block_size),
-        "global_local": GlobalLocal((40, 70), 30, block_size=block_size),
-        "global_local_aligned": GlobalLocal(90, 128, block_size=block_size),
-        "global_local_long": GlobalLocal(5, 1000, block_size=block_size),
-        "big_bird": BigBird(30, 10, 2, 7, block_size=block_size),
-        "big_bird_many": BigBird((0, 100), 128, 9, block_size=block_size),
-        "strided": Strided(3, 1, block_size=block_size),
-        "strided_far": Strided(4, 0, block_size=block_size),
-        "dilated": DilatedBlocks(2, 4, block_size=block_size),
-        "dilated_1": DilatedBlocks(1, 3, block_size=block_size),
-        "axial": Axial(160, block_size=block_size),
-        "axial_narrow": Axial(7, block_size=block_size),
-        "random": RandomBlocks(0.3, 5, block_size=block_size),
-        "random_shared": RandomBlocks(0.6, 1, per_head=False, own_block=True, block_size=block_size),
-        "table": BlockTensor(table, block_size=block_size),
-        "table_shared": BlockTensor(table[0], block_size=block_size),
-        "function": MaskFunction(lattice, block_size=block_size),
-        "function_per_head": MaskFunction(lattice, per_head=True, block_size=block_size),
-    }
-    return patterns | {f"sparsity_{kind}": Sparsity(0.3, kind, block_size=block_size) for kind in KINDS}
-
-
 def compositions(num_positions: int, block_size: int | tuple[int, int]) -> st.SearchStrategy[BlockPattern]:
-    """Unions, intersections and patterns per head, nested."""
+    """Of every kind, alone and in unions, intersections and patterns per head, nested."""
     block = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    return some_patterns(HEADS, num_positions, block, any_length=False)
+    # what no random one is
+    shared = RandomBlocks(0.6, 1, per_head=False, own_block=True, block_size=block)
+    others = shared, *(Sparsity(0.3, kind, block_size=block) for kind in KINDS)
+    return some_patterns(HEADS, num_positions, block, any_length=False) | st.sampled_from(others)
 
 
 def listed(pattern: BlockPattern, num_positions: int, num_heads: int = HEADS, is_causal: bool = False) -> tuple[torch.Tensor, ...]:

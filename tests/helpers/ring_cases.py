@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention import DilatedPattern, ring_dilated_attention
+from dilated_attention import DilatedPattern
 from dilated_attention.distributed import LAYOUTS, Layout, ring_pass, spans
 from dilated_attention.distributed.ring_pass import why_no_heads
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.testing import Case, Inputs, Result, inputs, results
+from dilated_attention.testing import Case, Inputs, Result, Space, inputs, random_case, results
+from dilated_attention.testing.cases import random_branches
 from tests.helpers.forms import ring
 from tests.helpers.pool import here, patience
 
@@ -58,7 +59,8 @@ class Spread:
         case: of the whole sequence; with ``WHOLE`` as its pattern the call is one of ``ring_attention``.
         exchange, head_steps: of calls without blocks, and of those with blocks.
         seq_len_given: the ranks are told N.
-        steps: the byte limits are 1, so that an exchange has as many steps as it can and two of them in memory.
+        steps: the byte limits are 1, so that an exchange has as many steps as it can and two of them in memory, and branches across ranks
+            are computed apart from those within.
         memory: of each rank's q, k and v: ``"rows"`` one after the other · ``"heads"`` first · ``"slice"`` of wider tensors.
     """
 
@@ -91,67 +93,45 @@ def draw(world: int, seed: int, kernel: Kernel = Kernel()) -> Spread:
         ]
     )
     n = n * kernel.stretch + (of_shape.randint(0, kernel.stretch - 1) if kernel.stretch > 1 and n % world else 0)
-    dense = rng.random() < 0.35
-    window = None
+    dense, window = rng.random() < 0.35, None
     if dense and rng.random() < 0.5:
         window = (rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]), rng.choice([None, rng.randint(0, 9), rng.randint(0, n)]))
-    pattern = WHOLE if dense else _pattern(of_shape, n, world, heads, exchange != "all_to_all")
-    bounds = None
-    if rng.random() < 0.25:
-        bounds = (0, *sorted(rng.randint(0, n) for _ in range(rng.randint(0, 4))), n)
-    mixture_grad = "detached" if not dense and rng.random() < 0.2 else "exact"
-    case = Case(
-        pattern=pattern,
-        batch=1 if bounds else rng.choice([1, 2]),
+    is_wide = kernel.dtype is torch.float64
+    case = random_case(rng, Space(window=False, softcap=is_wide, bias=is_wide, max_length=n))
+    case = dataclasses.replace(
+        case,
+        pattern=WHOLE if dense else _pattern(of_shape, n, world, heads, exchange != "all_to_all"),
         num_queries=n,
         num_keys=n,
+        query_offset=0,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=kernel.head_dim,
-        is_causal=rng.random() < 0.5,
-        scale=rng.choice([None, None, 0.2]),
         window=window,
-        mixture_grad=mixture_grad,
-        dropout_p=rng.choice([0.1, 0.5]) if rng.random() < 0.15 else 0.0,
-        padding=rng.choice(["some", "row", "all"]) if rng.random() < 0.25 else "none",
-        bounds=bounds,
-        lse_grad=mixture_grad == "exact" and rng.random() < 0.6,
-        seed=rng.randint(0, 2**16),
+        bounds=None if case.bounds is None else (*(min(bound, n) for bound in case.bounds[:-1]), n),
+        mixture_grad="exact" if dense else case.mixture_grad,
     )
     options = {"padding": case.padding != "none", "window": case.window is not None, "dropout": case.dropout_p > 0}
-    spread = Spread(
+    return Spread(
         case=case,
-        layout=rng.choice(LAYOUTS),
+        layout=rng.choice((*LAYOUTS, random_layout(rng, n, world).name)),
         exchange=exchange,
         seq_len_given=rng.random() < 0.7,
         steps=rng.random() < 0.4,
         memory=rng.choice(["rows", "rows", "heads", "slice"]),
         backend=next((other for option, other in kernel.instead if options[option]), kernel.backend),
     )
-    sinks = mixture_grad == "exact" and rng.random() < 0.25
-    scores = rng.choice([{}, {}, {"softcap": 0.8}, {"bias": rng.choice(["alibi", "line", "plane"])}])
-    return with_changes(spread, sinks=sinks, **scores if kernel.dtype is torch.float64 else {})
 
 
 def _pattern(rng: random.Random, n: int, world: int, heads: int, may_split: bool) -> DilatedPattern:
     """Segments inside a rank, of several ranks, aligned with neither, longer than the sequence."""
-    share = max(1, n // world)
-    lengths = []
-    for _ in range(rng.randint(1, 3)):
-        aligned = rng.choice([share, 2 * share, max(1, share // 2), share * world])
-        lengths.append(rng.choice([aligned, rng.randint(1, max(1, n)), rng.randint(1, share), 2 * n + 1, 2**40]))
-    rates = [rng.choice([r for r in (1, 1, 2, 3, 4, 5, 7, length) if r <= min(length, 64)] or [1]) for length in lengths]
-    kind = rng.choice(["cyclic", "cyclic", "blocked", "zero", "lists", *(["split"] if may_split else [])])
-    offsets: Any = "cyclic" if kind == "split" else kind
-    if kind == "lists":
-        offsets = tuple(tuple(rng.randint(0, rate - 1) for _ in range(heads)) for rate in rates)
-    tail = "zero_keys" if rng.random() < 0.3 else "mask"
-    return DilatedPattern(tuple(lengths), tuple(rates), offsets, "split" if kind == "split" else "all", tail)
+    pattern, share = random_branches(rng, heads, n, None), n // world
+    lengths = [max(rate, rng.choice([length, length, share, 2 * share, share // 2, share * world])) for length, rate in pattern.branches]
+    return dataclasses.replace(pattern, segment_lengths=tuple(lengths), branch_heads=pattern.branch_heads if may_split else "all")
 
 
-def random_layout(seq_len: int, world: int, seed: int) -> Layout:
+def random_layout(rng: random.Random, seq_len: int, world: int) -> Layout:
     """Runs of random lengths, dealt at random: neighbours may go to one rank, and a rank may get none."""
-    rng = random.Random(seed)
     cuts = sorted({0, seq_len, *(rng.randint(0, seq_len) for _ in range(rng.randint(0, 4 * world)))})
     runs: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for start, end in itertools.pairwise(cuts):
@@ -198,14 +178,14 @@ def ring_call(spread: Spread, group: Any = None, **options: Any) -> Callable[...
 
 @contextmanager
 def byte_limits_of_one() -> Iterator[None]:
-    before = ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS
+    before = ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS, ring_pass.SMALL_BYTES
     # calls of a kind share their preparation, which depends on the limits
     ring_pass._setups.clear()
-    ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS = 1, dict.fromkeys(before[1], 1e-30)
+    ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS, ring_pass.SMALL_BYTES = 1, dict.fromkeys(before[1], 1e-30), 0
     try:
         yield
     finally:
-        ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS = before
+        ring_pass.STEP_BYTES, ring_pass.HOST_SECONDS, ring_pass.SMALL_BYTES = before
         ring_pass._setups.clear()
 
 
@@ -287,18 +267,6 @@ def of_each_kind() -> list[Spread]:
         for exchange in ("all_gather", "all_to_all")
         for layout in LAYOUTS
     ]
-
-
-AUTOCAST = Case(pattern=DilatedPattern((8, 24), (1, 2)), batch=2, num_queries=24, num_keys=24, heads=4, kv_heads=2, seed=5)
-
-
-def sums_under_autocast(rank: int, world: int) -> tuple[torch.Tensor, ...]:
-    """out and the three gradients of its sum, of float32 inputs under an autocast to bfloat16."""
-    x = local_inputs(inputs(AUTOCAST, torch.float32, here()), positions(24, rank, world, "contiguous"))
-    leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
-    with torch.autocast(here().type, torch.bfloat16):
-        out = ring_dilated_attention(*leaves, [8, 24], [1, 2], is_causal=True, backend="sdpa", timeout=patience())
-    return tuple(y.cpu() for y in (out.detach(), *torch.autograd.grad(out.float().sum(), leaves)))
 
 
 def part_first(rank: int, world: int, ranks: Sequence[int], spread: Spread) -> Result:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import dilated_attention as da
 from dilated_attention import DilatedPattern
@@ -42,16 +42,10 @@ def loss_of(function: Function, weights: torch.Tensor | None = None) -> Function
     return loss
 
 
-def _of_leaves(loss: Function, y: Tensors) -> Any:
-    leaves = [tensor.requires_grad_() for tensor in y]
-    return torch.autograd.grad(vmap(loss)(*leaves).sum(), leaves)
-
-
 # of a function, of q, k and v, of several of them, and of the weights of its loss
 TRANSFORMS: dict[str, Callable[[Function, Tensors, Tensors, torch.Tensor | None], Any]] = {
     "jvp": lambda f, x, y, w: jvp(f, x, qkv(2))[1],
     "jvp_of_one": lambda f, x, y, w: jvp(partial(f, *x[:2]), x[2:], x[2:])[1],
-    "jacfwd": lambda f, x, y, w: jacfwd(f, argnums=(0, 2))(*x),
     "hessian": lambda f, x, y, w: hessian(loss_of(f, w), argnums=1)(*x),
     "jacrev_of_jacrev": lambda f, x, y, w: jacrev(jacrev(loss_of(f, w), argnums=1), argnums=2)(*x),
     "grad": lambda f, x, y, w: grad(loss_of(f, w), argnums=EACH)(*x),
@@ -61,11 +55,7 @@ TRANSFORMS: dict[str, Callable[[Function, Tensors, Tensors, torch.Tensor | None]
         *y[:2], torch.stack([y[2], y[2].sin(), -y[2]], 4)
     ),
     "vmap_of_grad": lambda f, x, y, w: vmap(grad(loss_of(f, w), argnums=EACH))(*y),
-    "vmap_of_grad_over_one": lambda f, x, y, w: vmap(grad(loss_of(f, w), argnums=(0, 1)), in_dims=(None, 2, None))(
-        x[0], y[1].movedim(0, 2), x[2]
-    ),
     "grad_of_vmap": lambda f, x, y, w: grad(lambda *z: vmap(loss_of(f, w), in_dims=(0, None, None))(*z).sum(), argnums=EACH)(y[0], *x[1:]),
-    "autograd_of_vmap": lambda f, x, y, w: _of_leaves(loss_of(f, w), y),
 }
 
 
