@@ -87,7 +87,7 @@ def hardware_of(device: Any, hardware: Any) -> Hardware:
         raise ValueError(f"device is {device!r} and hardware is given too; ask about one of them")
     if not isinstance(hardware, Hardware):
         raise TypeError(
-            f"hardware is {shown(hardware)} ({type(hardware).__name__}); expected a Hardware, such as factory.hardware.EXAMPLES['hopper']"
+            f"hardware is {shown(hardware)} ({type(hardware).__name__}); expected a Hardware, such as factory.EXAMPLES['hopper']"
         )
     return hardware
 

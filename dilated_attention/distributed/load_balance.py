@@ -151,7 +151,6 @@ class Dealer:
     def __init__(self, pairs: Sequence[torch.Tensor], documents: Sequence[Range], size: int, unit: int) -> None:
         self.documents, self.size, self.unit, self.seq_len = documents, size, unit, documents[-1][1]
         self._starts = [start for start, _ in documents]
-        assert all(bool(x.sum().isfinite()) for x in pairs), "pairs overflow"
         # for each kind of layer: ((N + 1,), at position x the pairs of all queries below x; the mean pairs of a process). A pattern without
         # pairs needs no balance and is left out
         sums = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in pairs]
@@ -202,9 +201,9 @@ class Dealer:
             if not self._exchange(loads, owner, held - 1):
                 break
             held = torch.zeros_like(held).index_add_(0, owner, loads)
-        dealt = [
-            [run for piece, mine in zip(pieces, owner.tolist(), strict=True) if mine == rank for run in piece] for rank in range(self.size)
-        ]
+        dealt: list[Runs] = [[] for _ in range(self.size)]
+        for piece, rank in zip(pieces, owner.tolist(), strict=True):
+            dealt[rank] += piece
         self._even_out(dealt)
         return dealt
 
@@ -248,10 +247,10 @@ class Dealer:
         for (start, end), load in zip(self.documents, self._loads(self.documents), strict=True):
             most = float(load.max())
             if most <= largest:
-                is_new = small is None or float((small + load).max()) > SMALL * largest
-                if is_new:
+                if small is None or float((small + load).max()) > SMALL * largest:
                     pieces.append([])
-                small = load if small is None or is_new else small + load
+                    small = torch.zeros_like(load)
+                small = small + load
                 pieces[-1].append((start, end))
                 continue
             small, count, units = None, math.ceil(most / largest), -(-(end - start) // self.unit)
@@ -262,15 +261,17 @@ class Dealer:
             edges = [min(start - (-units * i // chunks) * self.unit, end) for i in range(chunks + 1)]
             runs = list(itertools.pairwise(edges))
             for i in range(count):
-                pieces.append([(low, high) for low, high in ((runs[i], runs[-1 - i]) if paired else (runs[i],)) if low < high])
+                pieces.append([(low, high) for low, high in (runs[i], runs[-1 - i])[: 1 + paired] if low < high])
         return pieces
 
     def _even_out(self, dealt: list[Runs]) -> None:
         """Moves the first positions of the longest runs to other processes, in place, until their numbers of positions differ by at most a
         unit."""
-        counts = [sum(end - start for start, end in mine) for mine in dealt]
         mean = self.seq_len / self.size
-        while max(counts) - min(counts) > self.unit:
+        while True:
+            counts = [sum(end - start for start, end in mine) for mine in dealt]
+            if max(counts) - min(counts) <= self.unit:
+                return
             high, low = counts.index(max(counts)), counts.index(min(counts))
             wanted = max(int(min(counts[high] - mean, mean - counts[low])) // self.unit, 1) * self.unit
             start, end = longest = max(dealt[high], key=lambda run: run[1] - run[0])
@@ -279,7 +280,6 @@ class Dealer:
             cut = start + wanted if end - start > wanted else end
             dealt[low].append((start, cut))
             dealt[high] += [(cut, end)] if cut < end else []
-            counts[high], counts[low] = counts[high] - (cut - start), counts[low] + (cut - start)
 
 
 def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:
@@ -301,7 +301,7 @@ def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:
 def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> tuple[Range, ...]:
     """Returns (start, end) of each document that is not empty."""
     if cu_seqlens is None:
-        return ((0, seq_len),) if seq_len else ()
+        return document_ranges((0, seq_len), seq_len)
     if not isinstance(cu_seqlens, torch.Tensor):
         cu_seqlens = torch.tensor(as_int_tuple("cu_seqlens", cu_seqlens))
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or not len(cu_seqlens):

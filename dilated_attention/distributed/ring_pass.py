@@ -18,14 +18,13 @@ from dilated_attention.backends.base import Bias, new_lse
 from dilated_attention.backends.hardware import detect, keep_for_graph
 from dilated_attention.distributed.comm.call_consistency import agreed_call, device_memory, op_name, ring_call
 from dilated_attention.distributed.comm.group import members_named
-from dilated_attention.distributed.comm.p2p import Wire, wire_of
+from dilated_attention.distributed.comm.p2p import Holdings, Wire, holdings, reshard, wire_of
 from dilated_attention.distributed.comm.session import session_of, sessions
 from dilated_attention.distributed.exchange import run
 from dilated_attention.distributed.exchange.blocks import BlockPart, block_parts, held_documents
 from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
 from dilated_attention.distributed.exchange.run import Pair, Part, SparseRows, Tensors, Term, parts_of
 from dilated_attention.distributed.sharding.layout import Runs, ShardSpec, joined, shards_of, spans
-from dilated_attention.distributed.sharding.reshard import Holdings, holdings, reshard
 from dilated_attention.engine.branches.launches import Masks, without_padding
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
@@ -74,7 +73,6 @@ class ResolvedRing(ResolvedCall):
         ring_pass.seq_len, number = whole.tolist()
         if ring_pass.members.group is not None:
             session = session_of(ring_pass.members, ring_pass.ring.timeout)
-            session.raise_if_failed()
             # for comparison with the other ranks
             session.enter(f"the backward of call {number}")
         return ring_pass.backward(lse, dlse) if inputs.q.shape[0] else tuple(new_like(x) for x in inputs[:3])
@@ -84,14 +82,13 @@ class RingPass:
     """One pass on one rank. ``of_backward``: dout and out; ``bounds``: of packed documents, or None; ``seq_len``: N once it is known."""
 
     setup: RingSetup
+    masks: Masks
 
     def __init__(self, call: ResolvedRing, inputs: CallInputs, bias: Bias | None, *of_backward: torch.Tensor) -> None:
         self.call, self.inputs, self.bias, self.ring = call, inputs, bias, ring_call(call.settings)
         self.members, self.seq_len = members_named(self.ring.group_name), -1
         self.bounds = None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
-        tensors = tuple([kernel_ready(x) for x in (*inputs[:3], *of_backward)])
-        self.tensors, self.of_backward = tensors[:3], tensors[3:]
-        self.masks = Masks(None, 0 if inputs.seed is None else int(inputs.seed.item()))
+        self.tensors, self.of_backward = (tuple(map(kernel_ready, x)) for x in (inputs[:3], of_backward))
 
     def check_kernels(self, seq_len: int) -> str:
         """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
@@ -118,15 +115,16 @@ class RingPass:
     def _move(self, what: str) -> None:
         """Gathers padding and places of all ranks' keys, and moves q, k and v to where they are computed on."""
         self._find_setup()
-        (q, k, v), bias, padding = self.tensors, self.bias, self.inputs.key_padding_mask
+        (q, k, v), bias, padding, seed = self.tensors, self.bias, self.inputs.key_padding_mask, self.inputs.seed
+        # padding could spread NaN through sums
+        self.tensors = (q, *without_padding(k, v, padding))
         if bias is not None:
             by_position = self.call.settings.bias == "position"
             places = positions_as_places(self.seq_len, k, bias.keys.dtype) if by_position else self._whole(bias.keys, "places of keys")
-            self.masks = self.masks._replace(bias=bias._replace(keys=places))
+            bias = bias._replace(keys=places)
         if padding is not None:
-            self.masks = self.masks._replace(padding=self._whole(padding, "padding masks"))
-            # padding could spread NaN through sums
-            self.tensors = (q, *without_padding(k, v, padding))
+            padding = self._whole(padding, "padding masks")
+        self.masks = Masks(padding, 0 if seed is None else int(seed.item()), bias)
         self.tensors = self._reshard(self.tensors, "qkk", f"{what}: q, k and v")
 
     def _whole(self, x: torch.Tensor, what: str) -> torch.Tensor:
@@ -182,11 +180,6 @@ def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, setting
     return record_of(ResolvedRing, q, k, padding, settings)
 
 
-def _new_whole(inputs: CallInputs, settings: CallSettings) -> torch.Tensor:
-    """Returns a tensor like the third output."""
-    return torch.empty((2,), dtype=torch.int64, device="cpu")
-
-
 # what to use for second derivatives and forward mode
 _ALTERNATIVES = {
     "ring_attention": "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
@@ -195,7 +188,8 @@ _ALTERNATIVES = {
     "multiplicities, on one process",
 }
 ring_attention_op, ring_block_sparse_attention_op, ring_block_sparse_dilated_attention_op = (
-    define_attention(name, resolve_ring, alternative, new_saved=_new_whole) for name, alternative in _ALTERNATIVES.items()
+    define_attention(name, resolve_ring, alternative, new_saved=lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"))
+    for name, alternative in _ALTERNATIVES.items()
 )
 
 
@@ -218,12 +212,10 @@ def steps_of(
     # bytes of K and V at a position, of all heads
     row_bytes = 2 * batch * head_dim * itemsize * kv_heads
     # of the keys that a rank would hold at once, in training with their gradients
-    held, limit, count = problem.seq_len * row_bytes * (1 + needs_grad), max(1.0, MEMORY_SHARE * memory), 1
-    if held > limit:
-        if problem.blocks is not None or problem.window is not None:
-            most = [key_span(problem, rank) for rank in range(problem.size)]
-            held = max(span.end - span.start for span in most) * row_bytes * (1 + needs_grad)
-        count = math.ceil(2 * held / limit) if held > limit else 1
+    rows, held, limit = problem.seq_len, row_bytes * (1 + needs_grad), max(1.0, MEMORY_SHARE * memory)
+    if rows * held > limit and (problem.blocks is not None or problem.window is not None):
+        rows = max(span.end - span.start for span in (key_span(problem, rank) for rank in range(problem.size)))
+    count = math.ceil(2 * rows * held / limit) if rows * held > limit else 1
     if kind in HOST_SECONDS and not forced:
         # where heads need different positions, the mean over heads
         needed = (problem.needed(rank) for rank in range(problem.size))
@@ -282,7 +274,7 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     pattern, H = problem.pattern, problem.num_heads
     if pattern is None or problem.seq_len // problem.size * row_bytes < SMALL_BYTES:
         return None
-    if pattern.branch_heads != "all" or problem.blocks is not None or len(problem.documents) != 1 or problem.window:
+    if pattern.branch_heads != "all" or problem.blocks is not None or len(problem.documents) != 1:
         return None
     if pattern.tail != "mask" and not problem.is_causal:
         return None
@@ -296,11 +288,10 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     step = math.gcd(N, *itertools.chain(*branches), *bounds)
     # the query heads of a key/value head must all take the same one of the g positions
     group = H // problem.num_kv_heads
-    first_rows = [{x % step for row in offsets for x in row[head : head + group]} for head in range(0, H, group)]
-    if step == 1 or any(len(x) > 1 for x in first_rows):
+    firsts = tuple(x % step for x in offsets[0][::group])
+    if step == 1 or any(x % step != firsts[h // group] for row in offsets for h, x in enumerate(row)):
         return None
-    firsts = tuple([x.pop() for x in first_rows])
-    sparse_offsets = tuple(tuple((x - firsts[h // group]) // step for h, x in enumerate(row)) for row in offsets)
+    sparse_offsets = tuple(tuple(x // step for x in row) for row in offsets)
     lengths, rates = zip(*((length // step, rate // step) for length, rate in branches), strict=True)
     sparse = replace(
         problem,
@@ -387,7 +378,7 @@ def make_setup(of: RingPass) -> RingSetup:
     # masks and dropout count all positions, and detached mixing needs the outputs of all branches
     may_separate = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
     if is_shared and may_separate and (crossing := crossing_of(problem, row_bytes)) is not None:
-        home = parts_of(replace(problem, pattern=crossing.home, window=None), settings, (0, last - first), own_index, None, first)
+        home = parts_of(replace(problem, pattern=crossing.home), settings, (0, last - first), own_index, None, first)
         terms, problem = [Term((home,), q_like)], crossing.problem
         sparse_rows = SparseRows(crossing.step, crossing.offsets, q_like, device)
         q_like = q_like[:, :: crossing.step]
@@ -397,7 +388,8 @@ def make_setup(of: RingPass) -> RingSetup:
         kind, sizes = "dense" if is_dense else "dilated" if blocks is None else "blocks", (B, D, k.element_size())
         memory = device_memory(device)
         steps_of_heads = steps_of(kind, problem, sizes, memory, needs_grad=settings.needs_grad, forced=ring.head_steps)
-    same_rows = len(steps_of_heads) > 1 and problem.heads_alike and not settings.dropout_p
+    # whether all key/value heads need the same rows; dropout differs between heads
+    same_rows = problem.needed(own_index).heads == 1 and (blocks is None or problem.kept.kept.shape[1] == 1) and not settings.dropout_p
     # 3. what each step brings, and what is computed with it
     steps = list[Step]()
     for index, heads in enumerate(steps_of_heads):
@@ -405,13 +397,13 @@ def make_setup(of: RingPass) -> RingSetup:
         # the same rows of as many other heads share all that the first step has, and their parts even the plans
         is_alike = index > 0 and same_rows and heads[1] - heads[0] == steps[0].num_kv_heads
         steps.append(replace(steps[0], what=what, kv_heads=heads) if is_alike else make_step(problem, own_index, heads, span, what, device))
-    exchanges = is_shared and any(problem.needed(rank, step.kv_heads).pieces for step in steps for rank in range(size))
+    exchanges = any(problem.needed(rank, step.kv_heads).pieces for step in steps for rank in range(problem.size))
 
     def term_of(make: Callable[[Range], tuple[Part, ...]], chosen_rows: SparseRows | None) -> Term:
         parts = list[tuple[Part, ...]]()
         for step in steps:
             heads = step.kv_heads[0] * (last - first) // kv_heads, step.kv_heads[1] * (last - first) // kv_heads
-            is_alike = step is not steps[0] and step.sources is steps[0].sources
+            is_alike = bool(parts) and step.sources is steps[0].sources
             parts.append(tuple([replace(part, heads=heads) for part in parts[0]]) if is_alike else make(heads))
         return Term(parts, q_like, steps, chosen_rows)
 

@@ -1,8 +1,8 @@
 """Selection: hardware, backends and the reasons for each, presets, modules by name."""
 
+from dilated_attention.backends import Hardware, detect
 from dilated_attention.factory.create import KINDS, create_attention, create_model
-from dilated_attention.factory.explain import Explanation, explain_backend, list_backends
-from dilated_attention.factory.hardware import EXAMPLES, Hardware, detect
+from dilated_attention.factory.explain import EXAMPLES, Explanation, explain_backend, list_backends
 from dilated_attention.factory.presets import ATTENTION_PRESETS, MODEL_PRESETS, AttentionPreset
 
 __all__ = [

@@ -15,6 +15,24 @@ from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, check_bool, checked_block_size, one_of, shown
 from dilated_attention.validation import check_counts, check_dtype, check_probability, check_scale, check_softcap
 
+_CUDA_PACKAGES = frozenset({"flash-attn-4", "flash-attn-3", "flash-attn-3-fp8", "flash-attn-2", "triton"})
+_CAPABILITIES = {
+    "pascal": (6, 1), "volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0),
+    "blackwell-consumer": (12, 0),
+}  # fmt: skip
+_TORCH: Any = {"torch_version": (2, 13)}
+
+# every kernel package counts as installed, so that only the architecture can cause a refusal
+EXAMPLES: dict[str, Hardware] = {
+    "cpu": Hardware(device_type="cpu", name="cpu", **_TORCH),
+    **{
+        name: Hardware(device_type="cuda", capability=capability, cudnn_version=92000, packages=_CUDA_PACKAGES, name=name, **_TORCH)
+        for name, capability in _CAPABILITIES.items()
+    },
+    "rocm": Hardware(device_type="cuda", is_rocm=True, capability=(9, 4), packages=_CUDA_PACKAGES, name="rocm", **_TORCH),
+    "mps": Hardware(device_type="mps", name="mps", **_TORCH),
+}
+
 
 def list_backends() -> tuple[str, ...]:
     """Returns the names of all backends, usable here or not. ``backend=`` takes these, ``"auto"``, and ``"sdpa"`` for PyTorch's best.
@@ -146,7 +164,7 @@ def explain_backend(
 
     Args:
         device: the device of this machine to ask about; by default the GPU if there is one.
-        hardware: another machine instead of ``device``, e.g. ``factory.hardware.EXAMPLES["hopper"]`` or a ``Hardware`` that you construct.
+        hardware: another machine instead of ``device``, e.g. ``factory.EXAMPLES["hopper"]`` or a ``Hardware`` that you construct.
         dtype: by default bfloat16 on CUDA from compute capability 8.0, float16 on older GPUs, else float32.
         bias: whether the scores have a bias.
         backend: ``"auto"``, or a name whose refusal is to be explained.

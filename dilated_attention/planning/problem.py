@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, detect, registry
 from dilated_attention.engine.ops.settings import DENSE, dense_form, pattern_of
-from dilated_attention.factory.hardware import EXAMPLES
+from dilated_attention.factory import EXAMPLES
 from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import as_int, one_of, shown

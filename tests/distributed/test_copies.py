@@ -17,8 +17,7 @@ CPU = torch.device("cpu")
 
 def random_pair(B: int, rows: int, heads: int, D: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as views of one tensor, whose strides are not those of either."""
-    both = torch.randn(rows, heads, B, 2 * D).to(dtype).permute(2, 0, 1, 3)
-    return both[..., :D], both[..., D:]
+    return copies_torch.views_of(torch.randn(rows, heads, B, 2 * D).to(dtype))
 
 
 def random_step(seed: int) -> tuple[Step, int, int, int, int, torch.dtype]:
@@ -41,20 +40,20 @@ def test_kernels_copy_as_torch_does(seed: int) -> None:
     step, rows, Hk, B, D, dtype = random_step(seed)
     own = random_pair(B, rows, Hk, D, dtype)
     own = step.of_heads(own[0]), step.of_heads(own[1])
-    width = step.width * B * 2 * D
+    width, views = step.width * B * 2 * D, copies_torch.views_of
 
-    sent = [torch.full((len(step.send.numbers), width), torch.nan, dtype=dtype) for _ in range(2)]
+    sent = [torch.full((len(step.send.numbers), step.width, B, 2 * D), torch.nan, dtype=dtype) for _ in range(2)]
     memory = [torch.full((step.rows, step.num_kv_heads, B, 2 * D), torch.nan, dtype=dtype) for _ in range(2)]
     came, returned = torch.randn(len(step.place.numbers), width).to(dtype), torch.randn(len(step.send.numbers), width).to(dtype)
     grads = random_pair(B, step.rows, step.num_kv_heads, D, torch.float32)
     # sums that are added to other shares are not rounded
     sums = [random_pair(B, rows, Hk, D, torch.float32 if seed % 3 == 0 else dtype) for _ in range(2)]
-    back = [torch.full((len(step.place.numbers), width), torch.nan, dtype=dtype) for _ in range(2)]
+    back = [torch.full((len(step.place.numbers), step.width, B, 2 * D), torch.nan, dtype=dtype) for _ in range(2)]
     for copies, *to in zip((copies_torch, copies_triton), sent, memory, sums, back, strict=True):
-        copies.copy(to[0], own, step.send.numbers, step)
-        copies.copy(to[1], own, step.sources, step, (came, step.sources[None]))
+        copies.copy(views(to[0]), own, step.send.numbers, step)
+        copies.copy(views(to[1]), own, step.sources, step, (came, step.sources[None]))
         copies.copy((step.of_heads(to[2][0]), step.of_heads(to[2][1])), grads, step.own_places, step, (returned, step.returned))
-        copies.copy(to[3], grads, step.place.numbers, step)
+        copies.copy(views(to[3]), grads, step.place.numbers, step)
     for one, other in (sent, memory):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     for one, other in (back, *([step.of_heads(x) for x in both] for both in zip(*sums, strict=True))):
@@ -73,12 +72,12 @@ def test_what_compiles_ahead_is_what_the_copies_launch(seed: int, monkeypatch: p
     k, v = random_pair(B, rows, Hk, D, dtype)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     copies_torch.compile_copies(step, k, v, dtype)
-    launches, own, width = set(step.made), (step.of_heads(k), step.of_heads(v)), step.width * B * 2 * D
-    sent, came = (torch.zeros(count, width, dtype=dtype) for count in (len(step.send.numbers), len(step.place.numbers)))
-    copies_triton.copy(sent, own, step.send.numbers, step)
+    launches, own, views = set(step.made), (step.of_heads(k), step.of_heads(v)), copies_torch.views_of
+    sent, came = (torch.zeros(count, step.width, B, 2 * D, dtype=dtype) for count in (len(step.send.numbers), len(step.place.numbers)))
+    copies_triton.copy(views(sent), own, step.send.numbers, step)
     memory = torch.zeros(step.rows, step.num_kv_heads, B, 2 * D, dtype=dtype)
-    copies_triton.copy(memory, own, step.sources, step, (came, step.sources[None]))
+    copies_triton.copy(views(memory), own, step.sources, step, (came.flatten(1), step.sources[None]))
     grads, to = torch.zeros(B, step.rows, step.num_kv_heads, D, dtype=dtype), step.of_heads(torch.zeros(k.shape, dtype=dtype))
-    copies_triton.copy((to, to), (grads, grads), step.own_places, step, (sent, step.returned))
-    copies_triton.copy(came, (grads, grads), step.place.numbers, step)
+    copies_triton.copy((to, to), (grads, grads), step.own_places, step, (sent.flatten(1), step.returned))
+    copies_triton.copy(views(came), (grads, grads), step.place.numbers, step)
     assert set(step.made) == launches != set()

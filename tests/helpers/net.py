@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from dilated_attention.factory import MODEL_PRESETS, create_attention, create_model, explain_backend
+from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, create_attention, create_model, explain_backend
 from dilated_attention.factory.create import KINDS
-from dilated_attention.factory.hardware import EXAMPLES
 from dilated_attention.pattern import LocalWindow
 
 FILE = Path(__file__).parents[1] / "package" / "net.json"

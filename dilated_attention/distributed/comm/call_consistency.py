@@ -10,7 +10,7 @@ import torch
 
 from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
-from dilated_attention.distributed.comm.session import differences, session_of
+from dilated_attention.distributed.comm.session import differences, first_line, session_of
 from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
@@ -35,7 +35,6 @@ def agree(members: Members, same: Mapping[str, object], own: Any, timeout: float
     if members.group is None:
         return [own]
     session = session_of(members, timeout)
-    session.raise_if_failed()
     number = session.handshakes
     session.handshakes += 1
     session.enter("a handshake", same)
@@ -102,7 +101,6 @@ def agreed_call(
     if members.group is None:
         return checked_length(ring.layout, seq_len, [n]), 0
     session = session_of(members, ring.timeout)
-    session.raise_if_failed()
     # of a call like an earlier one nothing is told or made anew
     call_key = settings, q.shape, k.shape[2], q.dtype, q.device.type, padding is None, bounds
     if (agreed := session.agreed_calls.get(call_key)) is None:
@@ -116,10 +114,9 @@ def agreed_call(
             sharding=("dealt" if is_dealt(ring.layout) else ring.layout, ring.exchange, ring.lse_grad, ring.head_steps),
             blocks="" if lives else settings.blocks,
         )
+        call_kind = alike, not as_dense(settings, q).blocks, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None
         # which blocks a function keeps may differ at each length
-        lengths = seq_len if lives else 0
-        is_dense = not as_dense(settings, q).blocks
-        kind = alike, is_dense, B, H, D, k.shape[2], q.dtype, q.device.type, padding is None, bounds is None, live_pattern, lengths
+        kind = *call_kind, live_pattern, seq_len if lives else 0
         known = None if asks and lives else session.agreed.get(kind)
         number, arguments = known or (session.handshakes, _arguments(q, k, padding, settings, ring))
         arguments = {**arguments, "layout": short_name(ring.layout), "seq_len": None if asks else seq_len, "cu_seqlens": None}
@@ -140,7 +137,7 @@ def agreed_call(
                 if digest := check_kernels(seq_len):
                     has["pattern (the blocks that its function keeps)"] = digest
             except Exception as error:  # noqa: BLE001  raising here would leave the other ranks waiting
-                unavailable, has = error, {"kernels": f"unavailable: {(str(error).splitlines() or [type(error).__name__])[0]}"}
+                unavailable, has = error, {"kernels": f"unavailable: {first_line(error)}"}
             agree(members, {"function": arguments["function"], **has}, None, ring.timeout)
             if unavailable is not None:
                 raise unavailable

@@ -40,9 +40,9 @@ def members_of(group_or_mesh: Any) -> Members:
     torch.distributed is not initialised.
 
     Raises ValueError if this process is not in the group, or the mesh has several axes; TypeError for other types."""
-    if group_or_mesh is None and not (dist.is_available() and dist.is_initialized()):
-        return Members(None, 0, 1)
-    if not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
+        if group_or_mesh is None:
+            return Members(None, 0, 1)
         raise ValueError("a group is given but torch.distributed is not initialised; call torch.distributed.init_process_group first")
     group: Any = dist.group.WORLD if group_or_mesh is None else group_or_mesh
     if isinstance(group, DeviceMesh):

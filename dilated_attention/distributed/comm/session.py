@@ -352,7 +352,7 @@ if hasattr(os, "register_at_fork"):
 
 def session_of(members: Members, timeout: float) -> Session:
     """Returns the group's session, with this timeout from now on. At its first use all ranks must call this together; RingError if some
-    have not within the timeout."""
+    have not within the timeout, or if the group has failed."""
     assert members.group is not None, "one process has nobody to tell"
     session = sessions.get(members.group)
     if session is None:
@@ -363,6 +363,7 @@ def session_of(members: Members, timeout: float) -> Session:
         # before the interpreter shuts down, when a daemon thread could only fail
         atexit.register(_stop, thread, stopping)
     session.timeout = timeout
+    session.raise_if_failed()
     return session
 
 

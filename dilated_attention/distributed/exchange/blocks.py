@@ -67,15 +67,13 @@ class BlockPart(Part):
         return x.new_full(shape, value).index_copy_(dim, self.place, x)
 
     def _options(self, q: torch.Tensor, masks: Masks) -> Options:
-        settings, first, count = self.settings, self.first_key, self.key_rows.stop - self.key_rows.start
-        masks = masks_at(masks, self.positions, slice(first, first + count), self.heads)
+        settings, keys = self.settings, (self.first_key, self.first_key + self.key_rows.stop - self.key_rows.start)
+        masks = masks_at(masks, self.positions, slice(*keys), self.heads)
         dropout = None
         if settings.dropout_p:
-            batch, device = q.shape[0], q.device
-            positions = torch.arange(first, first + count, device=device)
-            queries, keys = (x.expand(batch, -1) for x in (self.positions, positions))
-            entries, heads = torch.arange(batch, device=device), torch.arange(*self.heads, device=device)
-            dropout = Dropout(settings.dropout_p, masks.seed, entries, heads, queries, keys)
+            batch, heads, key_positions = (torch.arange(*span, device=q.device) for span in ((0, q.shape[0]), self.heads, keys))
+            positions = (x.expand(q.shape[0], -1) for x in (self.positions, key_positions))
+            dropout = Dropout(settings.dropout_p, masks.seed, batch, heads, *positions)
         return settings.kernel_options(mask=Mask(masks.padding), dropout=dropout, bias=masks.bias)
 
     def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:

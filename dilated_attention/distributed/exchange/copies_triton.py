@@ -33,7 +33,7 @@ def _rows(line, at, k_strides, v_strides, heads, width, batch, column):  # type:
 # integers that follow the length are not specialised: one compiled kernel serves all lengths
 @triton.jit(do_not_specialize=["total", "peers"])
 def _copy_kernel(  # type: ignore[no-untyped-def]
-    to_k, to_v, k, v, came, places, arrivals, tkb, tkn, tkh, tvb, tvn, tvh, kb, kn, kh, vb, vn, vh, beside, total, peers, heads, width,
+    to_k, to_v, k, v, came, places, arrivals, tkb, tkn, tkh, tvb, tvn, tvh, kb, kn, kh, vb, vn, vh, total, peers, to_heads, heads, width,
     batch, D: tl.constexpr, D_BLOCK: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * U + tl.arange(0, U)
@@ -52,25 +52,22 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
         mask = (column < D) & (other >= 0)[:, None]
         keys += tl.load(there, mask=mask, other=0.0).to(tl.float32)
         values += tl.load(there + D, mask=mask, other=0.0).to(tl.float32)
-    at_k, at_v = _rows(line, at, (tkb, tkn, tkh), (tvb, tvn, tvh), heads, width, batch, column)
+    at_k, at_v = _rows(line, at, (tkb, tkn, tkh), (tvb, tvn, tvh), to_heads, width, batch, column)
     mask = inside[:, None] & (column < D)
     tl.store(to_k + at_k, keys.to(to_k.dtype.element_ty), mask=mask)
-    tl.store(to_v + beside + at_v, values.to(to_v.dtype.element_ty), mask=mask)
+    tl.store(to_v + at_v, values.to(to_v.dtype.element_ty), mask=mask)
 
 
-def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Any, arrived: Pair | None = None) -> None:
+def copy(to: Pair, of: Pair, places: torch.Tensor, step: Any, arrived: Pair | None = None) -> None:
     """See ``run.copy``. The launch is remembered for calls of the same strides."""
     B, _, heads, D = of[0].shape
     if not len(places):
         return
-    # in a tensor of lines, V lies beside K
-    beside, line = (D, (2 * D, heads * B * 2 * D, B * 2 * D) * 2) if isinstance(to, torch.Tensor) else (0, ())
-    pair = (to, to) if isinstance(to, torch.Tensor) else to
     came, arrivals = arrived or (of[0], places[:0])
-    tensors = *pair, *of, came, places, arrivals
-    strides = *(line or _strides(pair)), *_strides(of)
+    tensors = *to, *of, came, places, arrivals
     total, peers = len(places) * step.width * B, len(arrivals)
-    numbers, dtypes = (*strides, beside, total, peers, heads, step.width, B), tuple([x.dtype for x in tensors])
+    strides = [stride for x in tensors[:4] for stride in x.stride()[:3]]
+    numbers, dtypes = (*strides, total, peers, to[0].shape[2], heads, step.width, B), tuple([x.dtype for x in tensors])
     key = numbers, D, dtypes
     launch = step.made.get(key)
     if launch is None:
@@ -79,7 +76,3 @@ def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Any, arr
         constants = {"D": D, "D_BLOCK": width, "U": rows}
         launch = step.made[key] = KernelLaunch(_copy_kernel, triton.cdiv(total, rows), numbers, constants, dtypes=dtypes)
     launch(tensors, index_of(of[0].device))
-
-
-def _strides(pair: Pair) -> tuple[int, ...]:
-    return *pair[0].stride()[:3], *pair[1].stride()[:3]

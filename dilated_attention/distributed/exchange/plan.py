@@ -38,9 +38,9 @@ class KeptBlocks(NamedTuple):
     pairs: float
     digest: str
 
-    def runs(self, rank: int, kv_heads: tuple[int, int | None] = (0, None)) -> list[Range]:
-        """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads or for all."""
-        kept = self.kept[rank, 0] if self.kept.shape[1] == 1 else np.logical_or.reduce(self.kept[rank, slice(*kv_heads)])
+    def runs(self, rank: int, kv_heads: Range) -> list[Range]:
+        """Returns the runs of positions of the key blocks that a rank needs, its own among them, for some key/value heads."""
+        kept = np.logical_or.reduce(self.kept[rank, slice(*kv_heads) if self.kept.shape[1] > 1 else slice(None)])
         ends = self.edges[kept[1:] != kept[:-1]].tolist()
         return list(zip(ends[::2], ends[1::2], strict=True))
 
@@ -81,11 +81,6 @@ class RingProblem:
         if self.window is not None and None not in self.window:
             pairs = min(pairs, (sum(self.window) + 1) * self.num_heads * self.seq_len / self.size)  # type: ignore[arg-type]
         return pairs
-
-    @property
-    def heads_alike(self) -> bool:
-        """Whether all key/value heads need the same rows."""
-        return self.needed(0).heads == 1 and (self.blocks is None or self.kept.kept.shape[1] == 1)
 
     def needed(self, rank: int, kv_heads: Range | None = None) -> Needed:
         """Returns the keys of other ranks that a rank needs, for key/value heads [first, last) or all of them."""
@@ -271,7 +266,7 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     that overlap are one entry for several ranges in one segment, since ranges may be many."""
     left, right = problem.window or (None, None)
     if problem.is_causal:
-        right = 0 if right is None else min(right, 0)
+        right = 0
     seen = set[tuple[int, int, int]]()
     for start, end in shard:
         # the keys of the segments between those of the first and of the last query are the rank's own
@@ -280,8 +275,8 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
             first, last = problem.documents[bisect.bisect_right(problem.documents, position, key=itemgetter(0)) - 1]
             first += (position - first) // length * length
             last = min(first + length, last)
-            low = first if left is None else max(first, max(start, first) - left)
-            high = last if right is None else min(last, min(end, last) + right)
+            low = first if left is None else max(first, start - left)
+            high = last if right is None else min(last, end + right)
             if low < high and (low < start or high > end):
                 seen.add((first, low, high))
     segments = itertools.groupby(sorted(seen), itemgetter(0))
@@ -420,5 +415,5 @@ def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, w
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives[:0]])
     sources = torch.full((rows * each,), -1, device=device)
     sources[own_places], sources[arrives] = torch.arange(len(own_places), device=device), -2 - torch.arange(len(arrives), device=device)
-    width, index = (kv_heads[1] - kv_heads[0]) // each, (RowIndex(list(map(len, send)), sent), RowIndex(list(map(len, place)), arrives))
-    return Step(what, kv_heads, width, rows, own, *index, sources, own_places)
+    to_send, to_place = RowIndex(list(map(len, send)), sent), RowIndex(list(map(len, place)), arrives)
+    return Step(what, kv_heads, (kv_heads[1] - kv_heads[0]) // each, rows, own, to_send, to_place, sources, own_places)

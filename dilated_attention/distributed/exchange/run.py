@@ -13,6 +13,7 @@ engine of a single process, with ``query_offset``, on the keys that its queries 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -49,11 +50,11 @@ def _wide(lines: torch.Tensor) -> torch.Tensor:
     return lines.view(torch.int64) if lines.shape[1] * lines.itemsize % 8 == 0 else lines
 
 
-def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Step, arrived: Pair | None = None) -> None:
+def copy(to: Pair, of: Pair, places: torch.Tensor, step: Step, arrived: Pair | None = None) -> None:
     """Sets each line of ``to`` to the line of ``of`` that ``places`` has for it, plus the lines that came.
 
     Args:
-        to: K and V, or their gradients, (B, rows, heads, D), or a tensor of lines of both.
+        to: K and V, or their gradients, (B, rows, heads, D).
         places: numbers of lines, as in ``Step.sources``.
         arrived: the lines that came, and their numbers for each line (peers, lines).
     """
@@ -62,7 +63,7 @@ def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Step, ar
 
         copies_triton.copy(to, of, places, step, arrived)
         return
-    B, _, heads, D = of[0].shape
+    B, _, _, D = of[0].shape
     dtype = accumulation_dtype(of[0].dtype)
     lines = torch.cat([x.permute(1, 2, 0, 3).to(dtype) for x in of], -1).view(-1, step.width * B * 2 * D)
     # the first line is zero
@@ -71,15 +72,12 @@ def copy(to: torch.Tensor | Pair, of: Pair, places: torch.Tensor, step: Step, ar
     came, arrivals = arrived or (sums, ())
     for numbers in arrivals:
         sums += F.pad(came, (0, 0, 1, 0))[(-1 - numbers).clamp(min=0)]
-    if isinstance(to, torch.Tensor):
-        to.view(sums.shape).copy_(sums)
-        return
-    for x, some in zip(to, sums.view(-1, heads, B, 2 * D).permute(2, 0, 1, 3).chunk(2, -1), strict=True):
+    for x, some in zip(to, views_of(sums.view(-1, to[0].shape[2], B, 2 * D)), strict=True):
         x.copy_(some)
 
 
 def views_of(memory: torch.Tensor) -> Pair:
-    """Returns K and V (B, rows, heads, D) of a memory (rows, heads, B, 2·D)."""
+    """Returns K and V (B, rows, heads, D) of a memory (rows, heads, B, 2·D), or of lines and their heads."""
     keys, D = memory.permute(2, 0, 1, 3), memory.shape[3] // 2
     return keys[..., :D], keys[..., D:]
 
@@ -89,14 +87,14 @@ def begin(
 ) -> tuple[torch.Tensor, Exchange | None]:
     """Begins an exchange of lines of K and V, or of their gradients; all ranks begin theirs in the same order. Returns what comes, in k's
     dtype, and the exchange, None if this rank has no part in it. ``sent``, ``back``: the lines that are sent, and that come."""
-    width = step.width * k.shape[0] * 2 * k.shape[3]
-    came = k.new_empty((len(back.numbers), width))
+    line = step.width, k.shape[0], 2 * k.shape[3]
+    came = k.new_empty((len(back.numbers), math.prod(line)))
     if not len(sent.numbers) and not len(back.numbers):
         return came, None
     assert wire is not None, "one process has nobody to exchange with"
-    lines = k.new_empty((len(sent.numbers), width))
-    copy(lines, of, sent.numbers, step)
-    return came, wire.start(_wide(lines), sent.counts, _wide(came), back.counts, what)
+    lines = k.new_empty((len(sent.numbers), *line))
+    copy(views_of(lines), of, sent.numbers, step)
+    return came, wire.start(_wide(lines.flatten(1)), sent.counts, _wide(came), back.counts, what)
 
 
 class Keys:
@@ -115,9 +113,8 @@ class Keys:
             self._transfer = None
         if self._keys is None:
             B, _, heads, D = self.own[0].shape
-            memory = self._came.new_empty((self.step.rows, heads, B, 2 * D))
-            copy(memory, self.own, self.step.sources, self.step, (self._came, self.step.sources[None]))
-            self._keys = views_of(memory)
+            self._keys = views_of(self._came.new_empty((self.step.rows, heads, B, 2 * D)))
+            copy(self._keys, self.own, self.step.sources, self.step, (self._came, self.step.sources[None]))
             # it has been copied; this frees its memory for the step's results
             del self._came
         return self._keys
@@ -262,13 +259,12 @@ class Term:
         for index, step_parts in enumerate(parts):
             local = [(part, steps[index].local(part.key_rows) if steps else part.key_rows) for part in step_parts]
             self.parts.append(sorted(local, key=lambda x: x[1] is None))
-        only = parts[0][0] if len(parts) == 1 and len(parts[0]) == 1 else None
         # whether the results of a single part are those of the term
-        self.has_one_part = only is not None and only.rows == slice(0, q.shape[1]) and only.heads == (0, q.shape[2])
+        self.has_one_part = [(part.rows, part.heads) for some in parts for part in some] == [(slice(0, q.shape[1]), (0, q.shape[2]))]
         # in which dtype a step's dk and dv are added. A sum of two shares is rounded once in any dtype, a sum of more would be repeatedly
         rows = [[part.key_rows for part in step_parts] for step_parts in parts]
-        most = [max((sum(x.start <= first.start < x.stop for x in some) for first in some), default=0) for some in rows]
-        self.grad_dtypes = [self.acc_dtype if overlapping > 2 else q.dtype for overlapping in most]
+        overlap = [any(sum(x.start <= first.start < x.stop for x in some) > 2 for first in some) for some in rows]
+        self.grad_dtypes = [self.acc_dtype if is_sum else q.dtype for is_sum in overlap]
 
     def select(self, x: Any) -> Any:
         """Returns the term's rows of a tensor of queries (B, n, H, …) or of statistics (B, H, n); None for None."""
@@ -312,6 +308,7 @@ class TermPass:
         rows = self.own[0].shape[1] if self.term.is_home else keys.step.rows
         for part, (q, k, v) in self.term.views(index, self.q, self.own, keys):
             place, dlse = None if self.term.has_one_part else part_of(part, self.out), None
+            dtype = self.term.grad_dtypes[index]
             tensors: Any = (q, k, v)
             if self.saved:
                 saved = self.saved if place is None else [None if x is None else part_of(part, x) for x in self.saved]
@@ -328,12 +325,11 @@ class TermPass:
                 else:
                     part_of(part, self.lse).copy_(shares[0])
             elif not total and part.key_rows == slice(0, rows):
-                total = tuple([x.to(self.term.grad_dtypes[index]) for x in shares])
+                total = tuple([x.to(dtype) for x in shares])
             else:
                 waiting.append((part.key_rows, shares))
             # with two parts the first one waits: the second may have all rows, and then it is the total that the first is added to
             if waiting and (total or len(waiting) == 2 or len(self.term.parts[index]) != 2):
-                dtype = self.term.grad_dtypes[index]
                 total = total or tuple([x.new_zeros((x.shape[0], rows, *x.shape[2:]), dtype=dtype) for x in shares])
                 for key_rows, some in waiting:
                     for sums, x in zip(total, some, strict=True):

@@ -1,1 +1,1 @@
-"""Which rank holds which positions, and how a sequence is sharded, unsharded and resharded."""
+"""Which rank holds which positions, and how a sequence is sharded and unsharded."""

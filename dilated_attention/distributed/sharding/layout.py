@@ -144,7 +144,7 @@ def joined(ranges: Iterable[Range]) -> Runs:
     """Returns ascending ranges [start, stop) with those that meet as one and without empty ones."""
     found = list[Range]()
     for start, stop in ranges:
-        if found and found[-1][0] <= start <= found[-1][1]:
+        if found and start <= found[-1][1]:
             first, last = found.pop()
             found.append((first, max(last, stop)))
         elif start < stop:
@@ -236,14 +236,14 @@ def unshard_sequence(
     seq_len = None if seq_len is None else as_int("seq_len", seq_len, minimum=0)
     dims = _check(buffers, seq_dims)
     lengths = _exchange_lengths(members, [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)], buffers)
-    totals = [sum(column) for column in zip(*lengths, strict=True)]
-    for index, total in enumerate(totals):
-        expected = [local_length(seq_len if seq_len is not None else total, rank, members.size, layout) for rank in range(members.size)]
-        found = [row[index] for row in lengths]
+    totals = list[int]()
+    for index, found in enumerate(map(list, zip(*lengths, strict=True))):
+        totals.append(sum(found) if seq_len is None else seq_len)
+        expected = [local_length(totals[-1], rank, members.size, layout) for rank in range(members.size)]
         if found != expected:
             raise ValueError(
-                f"buffers[{index}] has {found} positions on the group's ranks; a {short_name(layout)} sequence of "
-                f"{seq_len if seq_len is not None else total} has {expected}: shard it with shard_sequence and the same layout and seq_len"
+                f"buffers[{index}] has {found} positions on the group's ranks; a {short_name(layout)} sequence of {totals[-1]} has "
+                f"{expected}: shard it with shard_sequence and the same layout and seq_len"
             )
     if members.size == 1:
         return [x.clone(memory_format=torch.contiguous_format) for x in buffers]

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from dilated_attention.distributed.comm.group import members_named
-from dilated_attention.distributed.comm.p2p import wire_of
+from dilated_attention.distributed.comm.p2p import reshard, wire_of
 from dilated_attention.distributed.sharding.layout import LAYOUTS, ShardSpec, Span, spans
-from dilated_attention.distributed.sharding.reshard import reshard
 from dilated_attention.functional.arguments import place_in
 from dilated_attention.models.loss import sum_over_group
 from dilated_attention.models.saving import Pretrained
