@@ -75,6 +75,15 @@ def round_trips(rank: int, world: int) -> int:
     # lengths that are no sequence's: every rank says so, and none waits
     with pytest.raises(ValueError, match=r"buffers\[0\] has \[3, 1, 1, 1, 1\] positions on the group's ranks; a contiguous sequence of 7"):
         unshard_sequence(None, [torch.zeros(3 if rank == 0 else 1)], [0])
+    # tensors that a collective would abort at
+    others = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 3)
+    for other in others:
+        with pytest.raises(
+            ValueError, match=r"buffers differ between ranks: rank 0 torch\.float(64|32) \('N', [23]\); rank 1 torch\.float32"
+        ):
+            unshard_sequence(None, [other if rank == 0 else torch.zeros(1, 2)], [0])
+    with pytest.raises(ValueError, match=r"rank 0 none; rank 1 torch\.float32 \('N',\)"):
+        unshard_sequence(None, [torch.zeros(1)][:rank], [0][:rank])
     return rank
 
 

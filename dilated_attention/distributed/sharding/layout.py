@@ -229,13 +229,14 @@ def unshard_sequence(
         seq_len: N, to check against the shards; None for the sum of all ranks' lengths.
 
     Raises:
-        ValueError: if the ranks' lengths are not those of one sequence in this layout; raised on every rank, naming the ranks.
+        ValueError: if the ranks' lengths are not those of one sequence in this layout, or if their tensors differ in dtype or in another
+            dimension; raised on every rank, naming the ranks.
     """
     members = members_of(group_or_mesh)
     layout = layout_name(layout)
     seq_len = None if seq_len is None else as_int("seq_len", seq_len, minimum=0)
     dims = _check(buffers, seq_dims)
-    lengths = _exchange_lengths(members, [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)], buffers)
+    lengths = _exchange_lengths(members, buffers, dims)
     totals = list[int]()
     for index, found in enumerate(map(list, zip(*lengths, strict=True))):
         totals.append(sum(found) if seq_len is None else seq_len)
@@ -311,11 +312,17 @@ def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int
     return dims
 
 
-def _exchange_lengths(members: Members, mine: list[int], buffers: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error."""
-    if members.size == 1 or not mine:
-        return [mine] * members.size
-    local = torch.tensor(mine, dtype=torch.int64, device=buffers[0].device)
-    rows = local.new_empty((members.size, len(mine)))
-    dist.all_gather(list(rows), local, group=members.group)
-    return rows.tolist()  # type: ignore[no-any-return]
+def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[list[int]]:
+    """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error.
+
+    Raises ValueError, on every rank, if their tensors differ otherwise: a collective of unequal tensors may abort the process."""
+    lengths = [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)]
+    if members.size == 1:
+        return [lengths]
+    kinds = [f"{x.dtype} {(*x.shape[:dim], 'N', *x.shape[dim + 1 :])}" for x, dim in zip(buffers, dims, strict=True)]
+    ranks: list[Any] = [None] * members.size
+    dist.all_gather_object(ranks, (kinds, lengths), group=members.group)
+    if any(theirs != kinds for theirs, _ in ranks):
+        told = "; ".join(f"rank {rank} {', '.join(theirs) or 'none'}" for rank, (theirs, _) in enumerate(ranks))
+        raise ValueError(f"buffers differ between ranks: {told}; expected the same dtypes and sizes, but for N, on all ranks")
+    return [theirs for _, theirs in ranks]

@@ -138,6 +138,8 @@ def to_block_mask(
     Its int32 index tables are as wide as the longest list: narrow for windows, of full width if one row keeps everything. On the CPU,
     FlexAttention takes the width as the number of key blocks, so there the tables of rows always have full width.
     """
+    if not isinstance(pattern, BlockPattern):
+        raise TypeError(f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a block pattern such as LocalWindow(512)")
     lists = kept_blocks(pattern, num_positions, num_heads, is_causal=is_causal, device=device)
     mask_mod = pattern.resolved(num_positions, num_heads, is_causal)[0].mask_mod(num_positions, num_heads, device)
     return block_mask_of(lists, mask_mod, lists.num_columns if lists.columns.device.type == "cpu" else 1)
