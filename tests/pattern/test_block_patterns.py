@@ -406,7 +406,6 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: with_sparsity(0), "ratio is 0: nothing would be kept"),
         (lambda: with_sparsity(0.1, "none"), "kind is 'none'; expected one of 'random', 'local'"),
         (lambda: with_sparsity(0.1, "local", seed=3), "seed is 3, but kind='local' draws nothing"),
-        (lambda: to_block_mask(None, 12, 4), r"pattern is None \(NoneType\); expected a block pattern"),  # type: ignore[arg-type]
         (lambda: from_block_mask(mask_of(q_len=300)), "block_mask has 300 queries and 400 keys"),
         (lambda: from_block_mask(mask_of(size=96)), r"BLOCK_SIZE \(96, 96\)"),
         (lambda: from_block_mask(mask_of(batch=2)), "block_mask has 2 batch entries and a pattern holds for the whole batch; choose one"),
@@ -442,6 +441,7 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: from_block_mask(3), "block_mask is 3 .*expected a BlockMask"),
         (lambda: MaskFunction(7), "fn is 7"),
         (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), "fn returned torch.int64; expected a bool tensor"),
+        (lambda: to_block_mask(None, 12, 4), r"pattern is None \(NoneType\); expected a block pattern"),  # type: ignore[arg-type]
         (lambda: LocalWindow(3) | 7, "unsupported operand"),
         (lambda: TopBlocks(0.1), "blocks is 0.1"),
         (lambda: TopBlocks(mass="0.9"), "mass is '0.9'"),

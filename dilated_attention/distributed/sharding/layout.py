@@ -210,7 +210,8 @@ def shard_sequence(
 
 def _cut(x: torch.Tensor, dim: int, held: Sequence[Span]) -> torch.Tensor:
     pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in held]
-    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    # the memory format of one piece may be another
+    return torch.cat(pieces, dim).contiguous()
 
 
 def unshard_sequence(
@@ -316,13 +317,14 @@ def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: S
     """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error.
 
     Raises ValueError, on every rank, if their tensors differ otherwise: a collective of unequal tensors may abort the process."""
-    lengths = [x.shape[dim] for x, dim in zip(buffers, dims, strict=True)]
-    if members.size == 1:
-        return [lengths]
-    kinds = [f"{x.dtype} {(*x.shape[:dim], 'N', *x.shape[dim + 1 :])}" for x, dim in zip(buffers, dims, strict=True)]
-    ranks: list[Any] = [None] * members.size
-    dist.all_gather_object(ranks, (kinds, lengths), group=members.group)
-    if any(theirs != kinds for theirs, _ in ranks):
-        told = "; ".join(f"rank {rank} {', '.join(theirs) or 'none'}" for rank, (theirs, _) in enumerate(ranks))
+    sizes = list(zip(buffers, dims, strict=True))
+    ranks: list[Any] = [
+        ([f"{x.dtype} {(*x.shape[:dim], 'N', *x.shape[dim + 1 :])}" for x, dim in sizes], [x.shape[dim] for x, dim in sizes])
+    ]
+    if members.size > 1:
+        ranks *= members.size
+        dist.all_gather_object(ranks, ranks[0], group=members.group)
+    if any(kinds != ranks[0][0] for kinds, _ in ranks):
+        told = "; ".join(f"rank {rank} {', '.join(kinds) or 'none'}" for rank, (kinds, _) in enumerate(ranks))
         raise ValueError(f"buffers differ between ranks: {told}; expected the same dtypes and sizes, but for N, on all ranks")
-    return [theirs for _, theirs in ranks]
+    return [lengths for _, lengths in ranks]
