@@ -255,8 +255,9 @@ def exchange_of(problem: Problem) -> Exchange:
     in_forward, out_forward = max(zip((received * unit_bytes).tolist(), (sent * unit_bytes).tolist(), strict=True))
     moved = [out_forward, in_forward, in_forward + out_forward, in_forward + out_forward]
     # a rank has memory for all rows from the first to the last that it needs. While a step is computed, its keys are in memory, and what
-    # the next step sends and receives; in a backward also the gradients of its keys, and those of the step before. Of blocks the gradients
-    # of a rank's own keys are counted elsewhere, since they are made last
+    # the next step sends and receives (``ahead``); in a backward also the gradients of its keys, and with several steps those of the step
+    # before. With one step nothing is ahead while its gradients are made. Of blocks the gradients of a rank's own keys are counted
+    # elsewhere, since they are made last
     spanned = [key_span(ring_problem, rank) for rank in range(W)]
     lengths = torch.tensor([span.end - span.start for span in spanned]) * (received > 0)
     keys, own, ahead = lengths * Hk, 0 if blocks is None else problem.rows * Hk, (sent + received) * min(AHEAD, len(steps))
@@ -354,21 +355,23 @@ def _ring_terms(problem: Problem) -> tuple[Terms, Terms]:
         whole = engine_estimate(problem, problem.num_positions, pattern, (H // W, max(1, Hk // W)))
         caller = ("q, k, v in the caller's rows", (Q + 2 * K) * e), ("q, k, v, out, dout in the caller's rows", (3 * Q + 2 * K) * e)
         return [caller[0], *whole.forward], [caller[1], *whole.backward]
-    keys, received = ("keys from elsewhere", exchange.held[0]), 2 * problem.batch_size * Hk * problem.head_dim * exchange.rows
+    # elements of K and V of all rows that the rank has in memory
+    keys, held = ("keys from elsewhere", exchange.held[0]), 2 * problem.batch_size * Hk * problem.head_dim * exchange.rows
     if problem.computes == "dense" or problem.window is not None:
         common = [("q, k, v", (Q + 2 * K) * e), keys, ("lse", R * a)]
         # zigzag computes its two ranges one after the other
-        ranges, on_gpu, shared = 1 + (problem.layout == "zigzag"), not problem.machine.is_cpu, 4
+        ranges, on_gpu, sum_bytes = 1 + (problem.layout == "zigzag"), not problem.machine.is_cpu, 4
         if on_gpu and problem.training and Hk < H and _backend_name(problem, True, problem.num_positions).startswith("sdpa"):
             # PyTorch's kernels make dk and dv for each query head, in the dtype of k
-            shared = H // Hk * e
-        sums = (4 * Q // ranges + received * shared * (Hk < H)) * on_gpu // exchange.steps
-        grads = ("dk, dv of all keys in memory", received * e * ranges // exchange.steps), ("sums of kernels in float32", sums)
+            sum_bytes = H // Hk * e
+        sums = (4 * Q // ranges + held * sum_bytes * (Hk < H)) * on_gpu // exchange.steps
+        grads = ("dk, dv of all keys in memory", held * e * ranges // exchange.steps), ("sums of kernels in float32", sums)
         return [*common, ("out", Q * e)], [*common, ("out, dout", 2 * Q * e), ("dq", Q * e), *grads]
     if exchange.home is None:
         first = exchange.rows - problem.rows if problem.is_causal else 0
         local = engine_estimate(problem, problem.rows, keys=(exchange.rows, first), host_ms=HOST_MS)
-        more = [keys, ("dk, dv of all keys in memory", (received - 2 * K) * e)]
+        # the local estimate has the gradients of the rank's own keys
+        more = [keys, ("dk, dv of all keys in memory", (held - 2 * K) * e)]
     else:
         local = engine_estimate(problem, problem.rows, exchange.home)
         more = [("keys from elsewhere, shares of gradients", exchange.held[1])]

@@ -3,6 +3,10 @@
 With p = e^(s − lse), lse that of the whole softmax, and δ = rowsum(dout ∘ out) − dlse:
 
     ds = p ∘ (dout·vᵀ − δ),  dq = scale · ds·k,  dk = scale · dsᵀ·q,  dv = pᵀ·dout,  dslope = −Σ ds ∘ distances
+
+With ``FORM`` (``rows.Form``) the same kernels walk lists of blocks in place of a table: a program has a block and visits the blocks of its
+list, ``entry`` is the place of the visited one in ``lists``. Causality and windows are then in the masks of entries, and LEFT and RIGHT are
+False. With dropout ``word_a``, ``word_b`` and ``word_c`` are the random words of a query and a key (``rows.kept``).
 """
 
 # mypy does not know the types of kernels

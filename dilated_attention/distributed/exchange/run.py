@@ -388,7 +388,8 @@ def compile_copies(step: Step, k: torch.Tensor, v: torch.Tensor, dtype: torch.dt
 
 
 # --- a pass ----------------------------------------------------------------------------------------------------------------------
-# The outputs of terms are merged by their lse, their gradients are added. The first term has all rows; the last one's keys are exchanged.
+# The outputs of terms are merged by their lse, their gradients are added. The first term has all rows; the last one's keys are exchanged,
+# and it has ``chosen_rows`` where, and only where, the first is a home term (``ring_pass.crossing_of``).
 
 
 def compute(

@@ -147,7 +147,8 @@ def _part_of(plan: Plan, stage: Stage, heads: Range, positions: Range, concurren
         shape = shape._replace(queries=whole, keys=whole, documents=(whole,), heads=heads)
     problems = problems_of(stage.pattern, shape)
     if stage.merged is not None:
-        # this branch only stands for the result of the earlier stages
+        # this branch only stands for the result of the earlier stages, and is not computed again. ``single`` and ``covered`` still count
+        # it: there is a result to merge onto
         problems = problems._replace(problems=tuple([problem for problem in problems.problems if problem.branch != stage.merged]))
     return Part(stage, heads, positions, problems, concurrent)
 

@@ -64,6 +64,8 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
         dlse = None if dlse is None else dlse.transpose(1, 2).contiguous()
         tensors = dout, q, k, v, out, lse.transpose(1, 2).contiguous()
         return placed(run_backward(plan, plan.problems, tensors, masks, dlse), into)
+    # the kernel's own results are rounded or copied where nobody gives tensors for them, or it cannot write these, or lacks the gradient of
+    # lse, which ``shares`` computes by a second launch
     if plan.bounds is None and (into is None or not can.writes_views or (dlse is not None and not can.lse_grad)):
         parts = shares(plan.backend, tensors, plan.options, dlse)
         return placed(tuple([part.to(x.dtype).contiguous() for part, x in zip(parts, (q, k, v), strict=True)]), into)
@@ -221,7 +223,8 @@ def terms(plan: Plan) -> Terms:
 def kernel_sums(plan: Plan, problems: Problems) -> tuple[str, int]:
     """Returns the term of what a library's backward on a GPU sums in float32 in its largest launch.
 
-    It sums dq and two numbers per row, and where query heads share a key/value head, dk and dv.
+    It sums dq and two numbers per row, and where query heads share a key/value head, dk and dv. Launches are those of ``launches_of``,
+    counted without its views: where that splits otherwise, this has to follow, and so has ``_launch_bytes``.
     """
     (B, D, e), shape = plan.size, plan.shape
     sums = total = 0
