@@ -206,7 +206,7 @@ class LongNetStack(nn.Module):
                 for block in (blocks[0], blocks[-1]):
                     if is_lean(block, Block):
                         block.compile_ahead(x)
-        same: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len, "cache": cache}
+        same: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len} if cache is None else {"cache": cache}
         for block in blocks:
             x = checkpoint(block, x, use_reentrant=False, **same) if recomputes else block(x, **same)
             if all_layers:

@@ -167,6 +167,22 @@ def test_choice_is_its_definition(seed: int, dtype: torch.dtype, kernels: None, 
         assert lists.mask_kind in ("interval", "none") and torch.equal(bits_of_lists(lists), found[:, :, :rows].flatten(0, 1))
 
 
+def test_a_block_that_either_of_two_patterns_will_keep_counts_in_a_short_last_row() -> None:
+    """Where a complete row would have one more column, of which ``within`` keeps pairs and ``always`` none."""
+
+    class FirstKeys(BlockPattern):
+        is_prefix_stable = True
+
+        def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+            return (keys < 64) & (queries >= 0) & (heads >= 0)
+
+    size = (128, 64)
+    pattern = TopBlocks(5, always=FirstKeys(block_size=size), within=LocalWindow(5000, block_size=size), queries="before", block_size=size)
+    q, k = (torch.randn(1, 512, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    short, long = (choose_blocks_op(q[:, :n], k[:, :n], None, None, pattern.spec(), True, 8**-0.5, 0) for n in (448, 512))
+    assert torch.equal(unpacked(short, 7), unpacked(long, 7)[:, :, : short.shape[2]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("amount", "is_causal"), [({"blocks": 5}, True), ({"density": 0.4}, False), ({"mass": 0.7}, True)], ids=str)
 def test_kernels_choose_the_same_of_equal_scores(amount: dict[str, Any], is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:

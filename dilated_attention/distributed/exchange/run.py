@@ -335,6 +335,7 @@ class TermPass:
                     for sums, x in zip(total, some, strict=True):
                         sums[:, key_rows].add_(x)
                 waiting.clear()
+                del some, sums, x
             # free them before the next part allocates its own
             del out, shares
         return total or None  # type: ignore[return-value]

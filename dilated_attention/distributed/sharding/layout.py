@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dilated_attention.backends.hardware import on_device
 from dilated_attention.distributed.comm.group import Members, members_of
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
@@ -273,8 +274,10 @@ class _Moved(torch.autograd.Function):
         dist.all_gather(parts, mine, group=members.group)
         whole = mine.new_empty((seq_len, *moved.shape[1:]))
         for rank, part in enumerate(parts):
-            positions = positions_of(seq_len, rank, members.size, layout, x.device)
-            whole[positions] = part[: len(positions)]
+            held = spans(seq_len, rank, members.size, layout)
+            counts = [len(range(*span)) for span in held]
+            for span, piece in zip(held, part[: sum(counts)].split(counts), strict=True):
+                whole[slice(*span)] = piece
         return (whole.bool() if is_bool else whole).movedim(0, dim).contiguous()
 
     @staticmethod
@@ -323,7 +326,9 @@ def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: S
     ]
     if members.size > 1:
         ranks *= members.size
-        dist.all_gather_object(ranks, ranks[0], group=members.group)
+        # NCCL sends objects by way of the current GPU
+        with on_device(next((x.device for x in buffers), torch.device("cpu"))):
+            dist.all_gather_object(ranks, ranks[0], group=members.group)
     if any(kinds != ranks[0][0] for kinds, _ in ranks):
         told = "; ".join(f"rank {rank} {', '.join(kinds) or 'none'}" for rank, (kinds, _) in enumerate(ranks))
         raise ValueError(f"buffers differ between ranks: {told}; expected the same dtypes and sizes, but for N, on all ranks")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from typing import Any
 
 import torch
@@ -197,10 +196,11 @@ def _kept_beyond(pattern: TopBlocks, missing: Tensor, end: int, num_heads: int) 
     if not all(x.is_prefix_stable for x in statics):
         # of a longer sequence they may keep anything
         return torch.zeros_like(missing)[None]
-    # of the last row alone, at the length at which it is complete
-    shape = row_end, num_heads, row_end - q_block, q_block, missing.device
-    kept = (unpacked(_static_bits(x.at(row_end), *shape), -(-row_end // k_block))[:, :, first_key // k_block] for x in statics)
-    return missing * functools.reduce(operator.and_, kept)
+    # of the last row alone, at the length at which it is complete; made anew, so that a CUDA graph holds it
+    places = [torch.arange(*x, device=missing.device) for x in ((row_end - q_block, row_end), (first_key, row_end), (0, num_heads))]
+    queries, keys, heads = places[0][:, None], places[1], places[2][:, None, None]
+    kept = [x.at(row_end).allowed(queries, keys, heads, row_end).expand(num_heads, q_block, -1).any(2).any(1) for x in statics]
+    return missing * torch.stack(kept).any(0)[:, None]
 
 
 def share_units(mass: float) -> int:
