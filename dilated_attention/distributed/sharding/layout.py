@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dilated_attention.backends.hardware import on_device
 from dilated_attention.distributed.comm.group import Members, members_of
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
@@ -320,16 +320,21 @@ def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: S
     """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error.
 
     Raises ValueError, on every rank, if their tensors differ otherwise: a collective of unequal tensors may abort the process."""
+
+    def gather(mine: list[int]) -> list[list[int]]:
+        local = torch.tensor(mine, dtype=torch.int64, device=buffers[0].device)
+        rows = local.new_empty((members.size, len(mine)))
+        dist.all_gather(list(rows), local, group=members.group)
+        return rows.tolist()  # type: ignore[no-any-return]
+
     sizes = list(zip(buffers, dims, strict=True))
-    ranks: list[Any] = [
-        ([f"{x.dtype} {(*x.shape[:dim], 'N', *x.shape[dim + 1 :])}" for x, dim in sizes], [x.shape[dim] for x, dim in sizes])
-    ]
-    if members.size > 1:
-        ranks *= members.size
-        # NCCL sends objects by way of the current GPU
-        with on_device(next((x.device for x in buffers), torch.device("cpu"))):
-            dist.all_gather_object(ranks, ranks[0], group=members.group)
-    if any(kinds != ranks[0][0] for kinds, _ in ranks):
-        told = "; ".join(f"rank {rank} {', '.join(kinds) or 'none'}" for rank, (kinds, _) in enumerate(ranks))
-        raise ValueError(f"buffers differ between ranks: {told}; expected the same dtypes and sizes, but for N, on all ranks")
-    return [lengths for _, lengths in ranks]
+    lengths = [x.shape[dim] for x, dim in sizes]
+    if members.size == 1 or not buffers:
+        return [lengths] * members.size
+    kinds = ", ".join([f"{x.dtype} {(*x.shape[:dim], 'N', *x.shape[dim + 1 :])}" for x, dim in sizes])
+    digests = gather([zlib.crc32(kinds.encode())])
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[members.rank]]:
+        raise ValueError(
+            f"buffers are {kinds} on rank {members.rank} and others on ranks {others}; expected the same dtypes and sizes, but for N"
+        )
+    return gather(lengths)
