@@ -860,6 +860,7 @@ def documents_on_a_ring(rank: int, world: int, kind: str, name: str, layout: str
     ("world", "kind", "name", "layout", "rounding"),
     [
         (1, "llama", "ring_dilated", "contiguous", 1e-6),
+        (2, "llama", "ring", "zigzag", 1e-6),
         # windows and sinks, whose gradients sum over the processes; some are above 8
         (2, "gpt_oss", "ring", "zigzag", 4e-6),
         (3, "llama", "ring_dilated", "striped", 1e-6),
@@ -879,6 +880,7 @@ def test_processes_share_documents_told_in_any_way(world: int, kind: str, name: 
             whole[positions_of(49, rank, world, layout, None)] = share["logits"]
         spans = ((3, 16), (19, 43)) if way == "padding" else ((0, 13), (13, 42), (42, 49))
         parts = [results(model, {"input_ids": ids[:, a:b]}, weights=weights[:, a:b]) for a, b in spans]
+        assert {*parts[0]} == {"logits", *(name for name, _ in model.named_parameters())}
         for key in parts[0]:
             of_ranks = torch.cat([whole[a:b] for a, b in spans]) if key == "logits" else sum(share[key] for share in shares)
             of_parts = [part[key] for part in parts]

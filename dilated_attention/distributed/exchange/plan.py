@@ -220,10 +220,8 @@ def union(wanted: Sequence[Wanted], heads: int) -> Needed:
         rates = [len(x.taken) // heads for x in active]
         if not active or 0 in rates:
             continue
-        period, parts = (
-            min(math.lcm(*rates), high - low),
-            tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)]),
-        )
+        period = min(math.lcm(*rates), high - low)
+        parts = tuple([((low - x.first) % rate, x.taken) for x, rate in zip(active, rates, strict=True)])
         if period * heads > _LONGEST_PERIOD or any(x.taken == every for x in active):
             period, parts = 1, ((0, every),)
         if len(units := _units(period, heads, parts)):
