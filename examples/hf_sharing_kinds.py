@@ -105,12 +105,14 @@ def expected(kind: str, row: dict[str, torch.Tensor]) -> tuple[float, float]:
 
 
 def loss_of_trainer(kind: str, sharing: str, row: dict[str, torch.Tensor]) -> float:
+    # before settings that let ZeRO's stage 3 shard whatever is made
+    model = model_of(kind)
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(), max_steps=1, per_device_train_batch_size=1, learning_rate=1e-9, logging_steps=1, save_strategy="no",
         report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True,
         **({"fsdp": True, "fsdp_config": WRAP} if sharing == "cp_size" else {}), **sharing_of(sharing, 2),
     )  # fmt: skip
-    trainer = Trainer(model=model_of(kind), args=settings, train_dataset=[row] * 4)
+    trainer = Trainer(model=model, args=settings, train_dataset=[row] * 4)
     if sharing == "ours":
         context_parallel(trainer, size=2)
     trainer.train()
@@ -125,7 +127,6 @@ def main() -> int:
     if os.environ.get("WORLD_SIZE") != "2":
         raise SystemExit(f"got {os.environ.get('WORLD_SIZE', '1')} processes; expected 2: torchrun --nproc_per_node 2")
     row = row_of(args.kind)
-    # before ZeRO's stage 3 shards whatever is made
     right, without = expected(args.kind, row)
     try:
         loss = loss_of_trainer(args.kind, args.sharing, row)

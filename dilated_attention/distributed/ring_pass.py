@@ -94,7 +94,8 @@ class RingPass:
         """Raises BackendUnavailable if this rank has no kernels for some pass; else returns the digest of a setup."""
         self.seq_len, settings, views = seq_len, as_dense(self.call.settings, self.inputs.q), self.inputs[:3]
         has_padding = self.inputs.key_padding_mask is not None
-        if settings.branches is not None:
+        # a sequence of no positions launches nothing
+        if settings.branches is not None and seq_len:
             for is_backward in (False, True) if settings.needs_grad else (False,):
                 # dout is like q. A plan for named hardware compiles nothing; the whole call is never launched, only its parts are
                 tensors, hardware = (*views, views[0]) if is_backward else views, detect(views[0].device)

@@ -21,6 +21,7 @@ from dilated_attention import DilatedPattern, attention, ring_attention, ring_di
 from dilated_attention.backends.flash import flash3
 from dilated_attention.distributed import Layout, ring_pass, shard_sequence
 from dilated_attention.distributed.exchange import run
+from dilated_attention.factory import EXAMPLES
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import (
     FLOAT64_TOLERANCE,
@@ -211,6 +212,21 @@ def test_processes_may_have_different_numbers_of_groups(pool: Pool) -> None:
     """torch names a communicator by how many groups a process has, so ranks waited for each other under different names."""
     spread = spread_of(is_causal=True)
     judge(spread, pool.run(ring_cases.part_first, [0, 2], spread), device=pool.device)
+
+
+def planned_for_hopper(rank: int, world: int, spreads: Sequence[Spread], dtype: torch.dtype) -> list[list[Result]]:
+    with mock.patch.object(ring_pass, "detect", lambda device: EXAMPLES["hopper"]):
+        return ring_cases.run(rank, world, spreads, dtype)
+
+
+@pytest.mark.parametrize("pool", worlds(2, gpus=(2,)))
+def test_a_sequence_of_no_positions(pool: Pool) -> None:
+    """Ranks compared kernels for it, and a GPU's plan counts tiles."""
+    spreads = [spread_of(DilatedPattern((2, 8), (1, 2)), 0, batch=1, bounds=bounds) for bounds in (None, (0, 0, 0))]
+    spreads += [spread_of(n=0, is_causal=True, layout=layout) for layout in ("zigzag", "contiguous")]
+    ranks = pool.run(planned_for_hopper, spreads, torch.float32)
+    for index, spread in enumerate(spreads):
+        judge(spread, [rank[index][0] for rank in ranks], torch.float32, pool.device)
 
 
 @pytest.mark.parametrize(("exchange", "layout"), [("all_to_all", "contiguous"), ("all_gather", "striped"), ("all_gather", "zigzag")])
