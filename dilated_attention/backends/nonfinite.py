@@ -12,8 +12,9 @@ On a GPU the check would have to wait for the device, so the kernels' own result
 Layout: q, dout, out (P, L, G, D), k and v (P, S, K, D), lse and dlse (P, G, L), see ``Backend``.
 
 Of lists, query blocks with equally many keys form a batch of dense problems of equal size, a *piece*. Its queries, keys and values are
-gathered, a dense kernel runs, and the results are scattered back. Blocks with masked pairs are pieces of their own: a kernel with a mask is
-slower, and under causality every query block has one such key block. Memory: one copy of the inputs, heads first, and one piece.
+gathered, a dense kernel runs, and the results are scattered back. In float32 and float64, without padding, blocks with masked pairs are
+pieces of their own: a kernel with a mask is slower, and under causality every query block has one such key block. In half precision a row
+stays in one piece, since merging two would round its results twice. Memory: one copy of the inputs, heads first, and one piece.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class ContainedBackend(Backend):
     def dense_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns (out, lse) of P dense problems."""
         out, lse = self.raw_forward(q, k, v, options, pairs)
+        # a bad value shows in out; a bad key with a score of −inf need not
         if q.device.type != "cpu" or all_finite(out, k):
             return out, lse
         bad_k, bad_v = ~_rows_finite(k), ~v.isfinite()
@@ -115,6 +117,7 @@ class ContainedBackend(Backend):
         clean_lse = lse.masked_fill(without, torch.inf)
         clean_dlse = None if dlse is None else dlse.masked_fill(without, 0)
         if slopes is not None and before is not None:
+            # a backward adds to the slopes' gradient in place
             slopes.copy_(before)
         grads = self.raw_backward(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
         reached_keys = _read(self.raw_backward, k, reached_rows, options, pairs)
@@ -239,6 +242,7 @@ def _pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterat
     budget = PIECE_BYTES if device.type == "cpu" else PIECE_BYTES_GPU
     kv_row_bytes = 2 * (K if together else 1) * D * k.element_size()
     last = lists.num_queries % lists.q_block
+    # rows that a piece of an earlier part holds keys of
     done = torch.zeros(lists.num_groups * R, dtype=torch.bool, device="cpu")
     for entries_of, starts, num_keys, masked in _parts(lists, options.mask.padding, splits=q.dtype in (torch.float32, torch.float64)):
         masked = masked.expand(B, -1)
@@ -270,7 +274,8 @@ def _pieces(q: Tensor, k: Tensor, lists: BlockLists, options: Options) -> Iterat
 
 
 def _parts(lists: BlockLists, padding: Tensor | None, *, splits: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields parts of the entries: their indices, row after row; each row's first one among these; its number of keys; is it masked.
+    """Yields parts of the entries of all rows: (indices into ``lists.columns`` (E',), row after row; where each row begins among these
+    (groups · rows,); keys of each row (groups · rows,); whether some of its pairs are masked (1 or B, groups · rows)).
 
     Args:
         splits: blocks without masked pairs are a part of their own, if padding does not mask pairs by batch entry.

@@ -106,7 +106,7 @@ def fused_block(
     Args:
         steps: the four steps; the first has the layers of q, k and v, the others have one each.
         attend: takes q, k and v side by side (M, (H + 2 Hk) D), and whether they need a gradient; returns the attention's
-            ``ResolvedCall`` and its inputs.
+            ``ResolvedCall`` and its inputs. ``run_forward(inputs)`` of it returns (out, …), ``run_backward`` (dq, dk, dv, …).
         dropout, draw_path: of each half, the latter returns ``path``; see ``add_dropped``.
 
     Returns:
@@ -118,6 +118,7 @@ def fused_block(
     if gates or not (torch.is_grad_enabled() and is_eager([x]) and _takes_kernels(x) and all(map(_is_formula, [x] * 4, steps, widths))):
         return None
     parameters = [parameter for step in steps for parameter in _parameters(step)]
+    # the biases of q, k and v: their products are one, with a bias or without
     if len({bias is None for bias in parameters[5:8]}) > 1:
         return None
     dtype = compute_dtype(x, parameters[2])
@@ -127,7 +128,10 @@ def fused_block(
 
 
 def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_path: bool) -> None:
-    """Starts compiling the kernels of a block and of its backward, except for the attention's. x, on a GPU, is not read."""
+    """Starts compiling the kernels of a block and of its backward, except for the attention's. x, on a GPU, is not read.
+
+    The functions that launch a kernel are called with meta tensors; for those ``run`` compiles, for the current GPU, and launches nothing.
+    """
     if not _takes_kernels(x):
         return
     low, trains = compute_dtype(x, x), torch.is_grad_enabled()
@@ -135,6 +139,7 @@ def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_pa
         if _is_formula(x, step, getattr(step.linears[0], "in_features", 0)):
             recipe = activation, kind, _, dtype, narrows = _recipe(step, wide, low)
             scale, shift, weight, *_ = _parameters(step)
+            # as wide as the step's input: of the residual sum in steps 0 and 2
             rows = torch.empty((1, weight.shape[1]), dtype=wide, device="meta")
             gate = rows if activation == "swiglu" else None
             z, stats, normal = _prepare(rows, gate, scale, shift, *recipe)
@@ -348,6 +353,7 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
         *steps, inputs, outputs, draw, last_draw = _grouped(ctx.saved_tensors, ctx.lengths)
+        # x is the fifth argument of ``forward``; the parameters follow
         needs_x, needs = ctx.needs_input_grad[4], _grouped(ctx.needs_input_grad[5:], _COUNTS)
         # whether the gradient of each step's input is needed
         needed = list(itertools.accumulate(map(any, needs[:3]), operator.or_, initial=needs_x))
@@ -363,10 +369,12 @@ class _Block(torch.autograd.Function):
 
         dx = _rows(grad)
         with without_autocast(grad):
+            # of x' + path · dropout(step_4(step_3(x')))
             dy = linear(3, dropped(dx, *last_draw))
             if needed[3]:
                 dy = linear(2, dy)
             if needed[2]:
+                # of x' = x + path · dropout(step_2(attention(step_1(x))))
                 dx = dy.add_(dx)
                 dy = linear(1, dropped(dx, *draw))
             if needed[1]:

@@ -134,6 +134,7 @@ def key_mask(
                 raise _unknown(f"the mask function {kind!r}")
             if local_size is not None and local_size == chunk:
                 raise _unknown(f"chunks of {chunk} positions, inside a compiled model,")
+            # transformers passes the first with two-sided masks alone; of several queries the last is false with packed rows alone
             is_causal, size, is_packed = "allow_is_bidirectional_skip" not in kwargs, local_size, not allow_is_causal_skip
         else:
             parts = _parts_of(mask_function, num_keys + kv_offset)
@@ -277,9 +278,11 @@ def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: i
     # where a side on the right is found, it tells causality; otherwise the layer does
     is_causal = right <= 0 if right is not None else is_causal and (highest <= 0 or not is_alone)
     if is_causal and (right is not None or num_queries == 1):
-        # the last key that a query sees is its own; those after it are the rest of a static cache
+        # the last key that a query sees is its own; those after it are the rest of a static cache. Distances count from row i to key
+        # i + offset, so with the own key at a distance of ``highest`` both the offset and the window's left side move
         offset, left = offset + highest, None if left is None else left + highest
     elif misses_last and offset > 0:
+        # the keys that no query sees may be padding, or the rest of a static cache
         raise ValueError(f"{shape} does not say which of the keys are those of the {num_queries} queries; {expected}")
     if offset < 0 or (left is not None and left < 0):
         raise unlike
@@ -289,7 +292,8 @@ def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: i
     has_padding, has_empty, has_real = torch.stack(
         [~keys.all(), empty.any(), (empty & keys[:, offset : offset + num_queries]).any()]
     ).tolist()
-    # of a row that sees nothing, sdpa returns 0 or a mean of all values; it must be padding that no other row sees, or be 0 there, too
+    # of a row that sees nothing, sdpa returns 0 with a mask of bool, else a mean of all values, which no kernel here computes. That is
+    # without effect if the row is padding, whose own key no other row sees
     if has_real and (is_guarded or mask.dtype is not torch.bool):
         raise unlike
     return KeyMask(

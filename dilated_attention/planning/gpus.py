@@ -22,7 +22,7 @@ THIS_CPU = "this machine's CPU"
 # share of the datasheet's memory, whose GB are 2^30 bytes, that the driver leaves to programs
 _VISIBLE_SHARE = 0.985
 # where ECC is on, the error-correcting code takes one sixteenth of GDDR memory; HBM has extra memory for it
-_SHARE_BESIDE_CODE = 15 / 16
+_SHARE_BESIDE_ECC = 15 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def _gpu_of(row: dict[str, Any]) -> Gpu:
     return Gpu(
         name=row["name"],
         capability=(row["capability"][0], row["capability"][1]),
-        memory=int(row["gb"] * GIB * _VISIBLE_SHARE * (_SHARE_BESIDE_CODE if row.get("inline_code") else 1)),
+        memory=int(row["gb"] * GIB * _VISIBLE_SHARE * (_SHARE_BESIDE_ECC if row.get("inline_code") else 1)),
         bandwidth=row["gb_per_s"] * 1e9,
         peaks=MappingProxyType({dtype: peak * 1e12 for dtype, peak in peaks if peak is not None}),
         # a datasheet states both directions together
