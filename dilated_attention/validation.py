@@ -161,24 +161,6 @@ def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -
     return float(scale)
 
 
-def check_softcap(softcap: Any, scale: float, dtype: torch.dtype) -> float:
-    """Returns the cap, and 0.0 for None. ``scale`` is that of the call."""
-    if softcap is None:
-        return 0.0
-    check_number("softcap", softcap, "a number > 0, or None")
-    held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
-    # kernels compute tanh(scale / softcap · q·k), and treat quotients below the smallest normal number as 0: a larger cap would move scores
-    # by more than rounding does
-    lowest, highest = max(held.tiny, scale / held.max), held.eps / held.tiny
-    if not lowest <= softcap <= highest:
-        raise ValueError(
-            f"softcap is {shown(softcap)} and scale is {scale:.3g}; expected a number from {lowest:.3g} to {highest:.3g}, for which "
-            f"{held.dtype} holds scale / softcap, or None for scores without a cap"
-        )
-    # the same number, a constant to torch.compile, to which a float that varies is a symbol: the op takes caps in its text
-    return float.fromhex(float(softcap).hex())
-
-
 def check_probability(name: str, value: Any) -> float:
     check_number(name, value, "a number in [0, 1)")
     if not 0 <= value < 1:

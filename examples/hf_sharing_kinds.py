@@ -110,6 +110,8 @@ def loss_of_trainer(kind: str, sharing: str, row: dict[str, torch.Tensor]) -> fl
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(), max_steps=1, per_device_train_batch_size=1, learning_rate=1e-9, logging_steps=1, save_strategy="no",
         report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True,
+        # else DDP leaves a reduction under way when this process ends
+        ddp_find_unused_parameters=False,
         **({"fsdp": True, "fsdp_config": WRAP} if sharing == "cp_size" else {}), **sharing_of(sharing, 2),
     )  # fmt: skip
     trainer = Trainer(model=model, args=settings, train_dataset=[row] * 4)

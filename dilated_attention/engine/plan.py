@@ -57,7 +57,7 @@ class Plan:
     Args:
         runner: runs it.
         backend: the kernels of every launch.
-        options: scale, softcap and determinism; of a call in ``one_launch`` causality, too. Causality and masks are set for each problem.
+        options: what every launch is told; of a call in ``one_launch`` causality, too. Causality and masks are set for each problem.
         one_launch: the launch that computes everything, so that results need no copy; ``bounds`` and ``key_rows``: those of packed
             documents or a part of the queries. Bounds count from the first query and from the first of these rows of k and v.
         saved: number of elements of per-branch outputs that a forward saves for the backward.

@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import Unpack
 
 from dilated_attention.backends import PRECISIONS, AttentionRequest, BackendUnavailable, Hardware, registry
 from dilated_attention.backends.hardware import hardware_of
 from dilated_attention.engine.branches.problems import whole_shape
 from dilated_attention.engine.ops import prepare
+from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.functional.options import Options, SoftmaxOptions, check_names, checked_numbers, shows_options
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.pattern.checks import as_int, check_bool, checked_block_size, one_of, shown
-from dilated_attention.validation import check_counts, check_dtype, check_probability, check_scale, check_softcap
+from dilated_attention.validation import check_counts, check_dtype, check_scale
 
 _CUDA_PACKAGES = frozenset({"flash-attn-4", "flash-attn-3", "flash-attn-3-fp8", "flash-attn-2", "triton"})
 _CAPABILITIES = {
@@ -136,6 +139,7 @@ class Explanation:
         return "\n".join([*lines, "→ taken · can, less preferred here ✗ cannot, with every reason. In the forward's order of preference."])
 
 
+@shows_options
 def explain_backend(
     *,
     device: torch.device | str | None = None,
@@ -148,8 +152,6 @@ def explain_backend(
     needs_grad: bool = True,
     key_padding_mask: bool = False,
     window: bool = False,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
     bias: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -159,6 +161,7 @@ def explain_backend(
     block_masks: str = "none",
     pattern: DilatedPattern | None = None,
     num_positions: int | None = None,
+    **options: Unpack[SoftmaxOptions],
 ) -> Explanation:
     """Explains which backend a call of this kind uses for each pass, with every reason against the others. Nothing is computed.
 
@@ -175,9 +178,11 @@ def explain_backend(
             ``"bits"``: anything else.
         pattern, num_positions: a dilated call on one sequence, to explain whether it runs on a table of tiles; ``length`` follows from
             them.
+        options: see ``functional.SoftmaxOptions``.
 
     The other arguments are those of ``dilated_attention``.
     """
+    check_names("explain_backend", options)
     machine = hardware_of(device, hardware)
     if dtype is None:
         dtype = torch.float32
@@ -195,18 +200,17 @@ def explain_backend(
     check_bool("needs_grad", needs_grad)
     # PyTorch's global settings count as in a call: they are part of what backends are asked
     torch_deterministic = torch.are_deterministic_algorithms_enabled()
+    dtype, scale = check_dtype(dtype), check_scale(None, head_dim)
+    softmax = CallSettings(scale, **checked_numbers(Options(**options), scale, dtype))
     request = AttentionRequest(
         hardware=machine,
-        dtype=check_dtype(dtype),
+        dtype=dtype,
         head_dim=head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         causal=check_bool("is_causal", is_causal),
         key_mask=check_bool("key_padding_mask", key_padding_mask),
         window=check_bool("window", window),
-        dropout=check_probability("dropout_p", dropout_p) > 0,
-        softcap=check_softcap(softcap, check_scale(None, head_dim), dtype) > 0,
-        bias=check_bool("bias", bias),
         deterministic=check_bool("deterministic", deterministic) or torch_deterministic,
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,
@@ -214,6 +218,7 @@ def explain_backend(
         length=as_int("length", length, minimum=0),
         blocks=None if block_size is None else checked_block_size(block_size),
         block_masks=block_masks,
+        **softmax.features | {"bias": check_bool("bias", bias)},
     )
     one_of("block_masks", block_masks, ("none", "interval", "bits"))
     if block_size is None and block_masks != "none":

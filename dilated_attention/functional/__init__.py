@@ -21,6 +21,7 @@ from dilated_attention.functional.options import (
     MapOptions,
     RingOptions,
     ScoreOptions,
+    SoftmaxOptions,
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "MapOptions",
     "RingOptions",
     "ScoreOptions",
+    "SoftmaxOptions",
     "attention",
     "attention_map",
     "attention_received",

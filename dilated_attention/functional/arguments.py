@@ -180,7 +180,6 @@ def checked_settings(
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)
     scale = check.check_scale(options.scale, q.shape[3], q.dtype)
-    dropout_p = check.check_probability("dropout_p", options.dropout_p)
     query_offset = check.check_query_offset(options.query_offset, q.shape[1], k.shape[1])
     check.check_key_padding_mask(options.key_padding_mask, k)
     check.check_cu_seqlens(options.cu_seqlens, q, k)
@@ -198,7 +197,6 @@ def checked_settings(
         precision=options.precision,
         sharding=sharding,
         scale=scale,
-        dropout_p=dropout_p,
         query_offset=query_offset,
         seq_len=seq_len,
         **softmax,

@@ -48,8 +48,7 @@ def dilated_attention(
         precision: ``"native"``: products in the inputs' dtype · ``"fp8"``: products in 8-bit floats (e4m3), summed in float32 over at most
             8192 keys at a time. It runs on Hopper, forward only, without gradients; out is in q's dtype, with an error of about 5 % where
             values average out.
-        options: is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, bias, dropout_p, return_lse, deterministic,
-            backend, query_offset, head_offsets, branch_heads, tail: see ``functional.CallOptions``, ``LocalOptions`` and ``BranchOptions``.
+        options: see ``functional.CallOptions``, ``LocalOptions`` and ``BranchOptions``; ``help`` shows each.
 
     Returns:
         out (B, Nq, H, D) in q's dtype; with ``return_lse`` (out, lse (B, H, Nq)), natural logarithm, float32 (float64 for
@@ -158,9 +157,7 @@ def ring_dilated_attention(
             whole sequence · ``"ring"``, ``"2d"``: run as ``"auto"``, and the log says so once.
         mixture_grad: see ``dilated_attention``.
         ranks_per_node: accepted and not used any more: of ``"2d"``.
-        options: group, mesh, seq_len, timeout, is_causal, scale, cu_seqlens, key_padding_mask, sinks, softcap, bias, dropout_p,
-            return_lse, deterministic, backend, head_offsets, branch_heads, tail: see ``functional.RingOptions``, ``CallOptions`` and
-            ``BranchOptions``.
+        options: see ``functional.RingOptions``, ``CallOptions`` and ``BranchOptions``; ``help`` shows each.
 
     All arguments but q, k, v, ``key_padding_mask``, ``sinks``, ``bias``, ``backend`` and ``timeout`` must be equal on all processes. This
     is checked at the first call of a kind; later calls are compared while they run, or up to a second afterwards.

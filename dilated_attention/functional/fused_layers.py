@@ -37,6 +37,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu
 _WORTH_ROWS = 1024
 # the kernels hold a row in registers
 MOST_COLUMNS = 16384
+# how many parameters each of a block's four steps has
+_COUNTS = (8, 4, 4, 4)
 # the dtypes that autocast casts, which are those that the kernels take
 _AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # whether to use the kernels; None: where they run
@@ -128,10 +130,7 @@ def fused_block(
 
 
 def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_path: bool) -> None:
-    """Starts compiling the kernels of a block and of its backward, except for the attention's. x, on a GPU, is not read.
-
-    The functions that launch a kernel are called with meta tensors; for those ``run`` compiles, for the current GPU, and launches nothing.
-    """
+    """Starts compiling a block's kernels, but the attention's: launches on meta tensors compile and compute nothing. x is not read."""
     if not _takes_kernels(x):
         return
     low, trains = compute_dtype(x, x), torch.is_grad_enabled()
@@ -139,7 +138,6 @@ def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_pa
         if _is_formula(x, step, getattr(step.linears[0], "in_features", 0)):
             recipe = activation, kind, _, dtype, narrows = _recipe(step, wide, low)
             scale, shift, weight, *_ = _parameters(step)
-            # as wide as the step's input: of the residual sum in steps 0 and 2
             rows = torch.empty((1, weight.shape[1]), dtype=wide, device="meta")
             gate = rows if activation == "swiglu" else None
             z, stats, normal = _prepare(rows, gate, scale, shift, *recipe)
@@ -310,10 +308,6 @@ class _NormLinear(torch.autograd.Function):
         return None, dx.view(*shape, x.shape[-1]) if needs_x else None, dgate.view(gate.shape) if needs_gate else None, *grads
 
 
-# how many parameters each of a block's four steps has
-_COUNTS = (8, 4, 4, 4)
-
-
 class _Block(torch.autograd.Function):
     """See ``fused_block``; the parameters are those of ``_parameters``, step by step."""
 
@@ -353,7 +347,6 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
         *steps, inputs, outputs, draw, last_draw = _grouped(ctx.saved_tensors, ctx.lengths)
-        # x is the fifth argument of ``forward``; the parameters follow
         needs_x, needs = ctx.needs_input_grad[4], _grouped(ctx.needs_input_grad[5:], _COUNTS)
         # whether the gradient of each step's input is needed
         needed = list(itertools.accumulate(map(any, needs[:3]), operator.or_, initial=needs_x))
@@ -369,12 +362,11 @@ class _Block(torch.autograd.Function):
 
         dx = _rows(grad)
         with without_autocast(grad):
-            # of x' + path · dropout(step_4(step_3(x')))
             dy = linear(3, dropped(dx, *last_draw))
             if needed[3]:
                 dy = linear(2, dy)
             if needed[2]:
-                # of x' = x + path · dropout(step_2(attention(step_1(x))))
+                # the gradient of x', the sum in the middle
                 dx = dy.add_(dx)
                 dy = linear(1, dropped(dx, *draw))
             if needed[1]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from typing_extensions import TypedDict, get_type_hints
 
 from dilated_attention.pattern import HeadOffsets
-from dilated_attention.validation import check_numbers_of_heads, check_plain, check_sinks, check_softcap
+from dilated_attention.pattern.checks import check_number, shown
+from dilated_attention.validation import check_numbers_of_heads, check_plain, check_probability, check_sinks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -108,25 +109,33 @@ class BranchOptions(TypedDict, total=False):
     tail: str
 
 
-class CallOptions(ScoreOptions, total=False):
-    """What every attention takes: ``ScoreOptions`` and how it is computed.
+class SoftmaxOptions(TypedDict, total=False):
+    """Numbers that change the softmax, of calls and of ``explain_backend``.
 
     Args:
         softcap: c, from 1.18e-38 to 1.01e31: scores are c·tanh(s/c) (Gemma 2); None for s. Few backends can:
             ``explain_backend(softcap=…)`` says which.
+        dropout_p: probability that an attention weight is dropped. A pair of positions has the same decision in every branch. Pass 0
+            in evaluation.
+    """
+
+    softcap: float | None
+    dropout_p: float
+
+
+class CallOptions(ScoreOptions, SoftmaxOptions, total=False):
+    """What every attention takes: ``ScoreOptions``, ``SoftmaxOptions`` and how it is computed.
+
+    Args:
         bias: ``Alibi(slopes)`` or ``Distance(coordinates, slopes)``: what each head adds to its scaled scores, by position or place, with
             memory in proportion to N. Not with softcap. Content-chosen blocks are chosen without it. In a ring places are those of this
             process's keys.
-        dropout_p: probability that an attention weight is dropped. A pair of positions has the same decision in every branch. Pass 0
-            in evaluation.
         return_lse: also return the log-sum-exp of the scores.
         deterministic: use only kernels whose gradients repeat bit for bit.
         backend: ``"auto"``, or a name from ``list_backends()``. A named backend is used or the call is refused; it is never replaced.
     """
 
-    softcap: float | None
     bias: Alibi | Distance | None
-    dropout_p: float
     return_lse: bool
     deterministic: bool
     backend: str
@@ -260,8 +269,34 @@ def checked_softmax(options: Options, q: Tensor, k: Tensor, scale: float) -> dic
     return {
         "has_sinks": options.sinks is not None,
         "bias": getattr(options.bias, "kind", ""),
-        "softcap": check_softcap(options.softcap, scale, q.dtype),
+        **checked_numbers(options, scale, q.dtype),
     }
+
+
+def checked_numbers(options: Options, scale: float, dtype: torch.dtype) -> dict[str, Any]:
+    """Checks ``SoftmaxOptions`` of a call with a checked scale, and returns them as fields of ``CallSettings``."""
+    return {
+        "dropout_p": check_probability("dropout_p", options.dropout_p),
+        "softcap": check_softcap(options.softcap, scale, dtype),
+    }
+
+
+def check_softcap(softcap: Any, scale: float, dtype: torch.dtype) -> float:
+    """Returns the cap, and 0.0 for None. ``scale`` is that of the call."""
+    if softcap is None:
+        return 0.0
+    check_number("softcap", softcap, "a number > 0, or None")
+    held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
+    # kernels compute tanh(scale / softcap · q·k), and treat quotients below the smallest normal number as 0: a larger cap would move scores
+    # by more than rounding does
+    lowest, highest = max(held.tiny, scale / held.max), held.eps / held.tiny
+    if not lowest <= softcap <= highest:
+        raise ValueError(
+            f"softcap is {shown(softcap)} and scale is {scale:.3g}; expected a number from {lowest:.3g} to {highest:.3g}, for which "
+            f"{held.dtype} holds scale / softcap, or None for scores without a cap"
+        )
+    # the same number, a constant to torch.compile, to which a float that varies is a symbol: the op takes caps in its text
+    return float.fromhex(float(softcap).hex())
 
 
 def check_bias(bias: Any, q: Tensor, k: Tensor) -> None:

@@ -47,7 +47,7 @@ BELOW: dict[str, set[str]] = {
     "integrations": {"files", "pattern", "validation", "backends", "distributed", "engine", "functional", "modules", "models"},
     "testing": {"pattern", "backends", "engine", "functional"},
     "profiling": {"engine"},
-    "factory": {"pattern", "validation", "backends", "engine", "modules", "models"},
+    "factory": {"pattern", "validation", "backends", "engine", "functional", "modules", "models"},
     "planning": {"pattern", "validation", "backends", "engine", "distributed", "functional", "models", "factory"},
 }
 

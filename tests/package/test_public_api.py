@@ -102,7 +102,7 @@ WITH_OPTIONS = sorted(name for name in PUBLIC if "options" in getattr(constructo
 @pytest.mark.parametrize("name", WITH_OPTIONS)
 def test_options_are_shown_completed_and_refused_by_name(name: str) -> None:
     """help() shows every option with its default, type checkers know the same ones, and a wrong one is told which there are."""
-    assert len(WITH_OPTIONS) == 24
+    assert len(WITH_OPTIONS) == 25
     value = getattr(dilated_attention, name)
     parameters = inspect.signature(value).parameters
     keywords = {key for key, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
