@@ -192,7 +192,9 @@ def main() -> int:
         genome = read_genome(find_fasta(args.fasta), args.held_out)
         symbols, cut = genome.symbols, genome.cut
         data = hashlib.sha256(symbols.numpy().tobytes()).hexdigest()[:16]
-        if cut <= args.context or len(symbols) - cut < 2:
+        if not cut or len(symbols) - cut < 2:
+            raise ValueError(f"--held-out leaves {cut:,} bases to train on and {len(symbols) - cut:,} to evaluate; choose another")
+        if cut <= args.context:
             raise ValueError(f"{cut:,} bases to train on, and --context is {args.context:,}; choose a smaller one, or a longer genome")
         if not (symbols[cut:] != UNKNOWN).any():
             raise ValueError(f"the last {len(symbols) - cut:,} bases are all unknown; expected some to evaluate: choose another --held-out")

@@ -74,6 +74,10 @@ def detect(device: torch.device | str | None = None) -> Hardware:
     return _detect(device.type, index)
 
 
+# what torch.compiler.assume_constant_result does: it would trace how libraries are looked for
+detect._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def hardware_of(device: Any, hardware: Any) -> Hardware:
     """Returns the hardware that a user asks about: ``hardware`` itself or, without it, that of ``device``."""
     if hardware is None:

@@ -74,8 +74,8 @@ def attention(
     """Computes dense softmax attention (m = 1) on the same engine and backends: ``dilated_attention`` with one segment and rate 1.
 
     Args:
-        window: (left, right): a query at position i sees keys i − left … i + right; None is unbounded, and one integer stands
-            for both sides. Together with ``is_causal``, right is at most 0.
+        window: (left, right): a query at position i sees keys i − left … i + right; None, or −1 in a pair, is unbounded, and
+            one integer stands for both sides. Together with ``is_causal``, right is at most 0.
 
     All other arguments, results and errors are those of ``dilated_attention``.
     """

@@ -81,7 +81,8 @@ class ProjectionOptions(TypedDict, total=False):
         layer_norm: whether to use the sub-LayerNorm before ``out_proj``; nn.MultiheadAttention has none.
         layer_norm_eps: eps of every norm of this layer.
         gamma_init: gain of the weights of v_proj and out_proj: MAGNETO's γ, sqrt(log 2M) for an encoder or a decoder of M layers.
-        rotary: rotate queries and keys before dilation, by absolute position in the whole sequence, or with ``cu_seqlens`` in the document.
+        rotary: rotate queries and keys, halves paired as in Llama, by position in the whole sequence, or with ``cu_seqlens`` in the
+            document, before dilation.
         rotary_base: θ of the rotation, > 1.
         xpos_scale_base: b of XPOS (arXiv 2212.10554; TorchScale uses 512), with ``rotary``: pair i of a score is also multiplied by
             ((2i + 0.4D)/1.4D)^(distance/b). This attenuates far keys in causal attention; keys *after* a query are amplified. None for

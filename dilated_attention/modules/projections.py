@@ -249,6 +249,7 @@ class LocalMultihead(MultiheadAttention):
             ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
+        check_names("LocalMultihead.forward", options)
         return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})
 
     @torch.no_grad()
@@ -312,4 +313,5 @@ class RingMultihead(MultiheadAttention):
             ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
         """
+        check_names("RingMultihead.forward", options)
         return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})

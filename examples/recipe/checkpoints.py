@@ -164,6 +164,8 @@ class Checkpoints:
             # an earlier version wrote none
             if state.pop(_SUM, "") not in ("", _digest(path, state)):
                 raise ValueError("its files are not those that were written")
+            if state.get("step", _step(path)) != _step(path):
+                raise ValueError(f"it holds step {state['step']}")
             # dcp.load itself would log a traceback if it is damaged
             dcp.FileSystemReader(path).read_metadata()
             dcp.load(tensors, checkpoint_id=path, process_group=self.group)

@@ -146,6 +146,17 @@ def test_a_captured_row_serves_all_lengths(name: str) -> None:
     assert torch.equal(found[0], wanted) and torch.equal(found[1], used)
 
 
+@pytest.mark.parametrize("name", ["window", "longnet", "global"])
+def test_compiled_code_may_decode(name: str) -> None:
+    q, k, v = make(100)
+    at = torch.tensor([7, 99])
+
+    def row(q: torch.Tensor) -> torch.Tensor:
+        return 2 * decode_attention(q, k, v, at, **choice(PATTERNS[name]))
+
+    assert torch.equal(torch.compile(row, backend="eager")(q[:, :1]), row(q[:, :1]))
+
+
 def test_float64_and_halves() -> None:
     q, k, v = make(100)
     at = torch.tensor([70, 99])

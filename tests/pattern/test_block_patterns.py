@@ -313,12 +313,16 @@ def test_a_new_pattern_needs_one_method(is_causal: bool) -> None:
     class Checkers(BlockPattern):
         """Fields of 150 × 70 positions, as on a chess board: full, empty and partial blocks, and blocks that a short end completes."""
 
-        per_head = True
-
         def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
             return (queries // 150 + keys // 70 + heads) % 2 == 0
 
+    class OfNoHead(Checkers):
+        def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+            return (queries // 150 + keys // 70) % 2 == 0
+
     checkers = Checkers(block_size=64)
+    # nobody has to say it: lists of head 0 were once those of all
+    assert checkers.per_head and not OfNoHead(block_size=64).per_head
     for n in (1, 64, 300, 515):
         for pattern in (checkers, checkers | LocalWindow(40, block_size=64), checkers & LocalWindow(200, block_size=64)):
             mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)

@@ -207,7 +207,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--context 9000", "6,375 bases to train on, and --context is 9,000"),
         ("--short-context 2k", "--short-context is 2,048 and --context 512"),
         ("--held-out 0", "--held-out 0 is no record of"),
-        ("--held-out repeats", "0 bases to train on, and --context is 512"),
+        ("--held-out repeats", "--held-out leaves 0 bases to train on"),
         ("--segment-lengths 64", "--segment-lengths and --dilation-rates belong together"),
     ],
     "slide_features.py --features {out}/features --labels {out}/labels.csv": [

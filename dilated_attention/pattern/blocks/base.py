@@ -26,6 +26,7 @@ from torch import Tensor
 from dilated_attention.files import parse_json
 from dilated_attention.pattern.base import Pattern
 from dilated_attention.pattern.checks import MAX_HEADS, as_int, checked_block_size, shown
+from dilated_attention.pattern.reads import reads_of
 
 # lists of blocks store positions in 32 bits
 MAX_POSITIONS = 2**31
@@ -209,8 +210,13 @@ class BlockPattern(Pattern):
 
     @property
     def per_head(self) -> bool:
-        """Whether the lists differ between heads."""
-        return False
+        """Whether the lists differ between heads. A class of a user's own need not say it: it is whether ``allowed`` reads ``heads``."""
+        if type(self).__module__.startswith("dilated_attention."):
+            return False
+        if (reads := self.__dict__.get("_reads_heads")) is None:
+            reads = torch.compiler.is_compiling() or reads_of(lambda _, head, query, key: self.allowed(query, key, head, 1))[1]
+            self._set(_reads_heads=reads)
+        return bool(reads)
 
     @property
     def reads_batch(self) -> bool:

@@ -3,22 +3,19 @@ pairs (``MaskFunction``)."""
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dilated_attention.pattern.blocks.base import BlockPattern, Grid, MaskMod
 from dilated_attention.pattern.blocks.block_lists import BlockLists, kept_blocks
 from dilated_attention.pattern.blocks.whole_blocks import BlockTensor
 from dilated_attention.pattern.checks import BLOCK_SIZES, check_bool, shown
+from dilated_attention.pattern.reads import reads_of
 
 
 def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> BlockPattern:
@@ -192,13 +189,6 @@ def _padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Seq
     return tables
 
 
-# torch's functions whose results do not depend on the values of their tensor arguments
-_VALUE_FREE = {
-    getattr(torch.ops.aten, name).default
-    for name in ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
-}
-
-
 @dataclass(frozen=True)
 class MaskFunction(BlockPattern):
     """The pairs for which a function returns True. The function is evaluated once for every pair, in O(N²) time, in chunks of blocks.
@@ -256,40 +246,3 @@ class MaskFunction(BlockPattern):
     def cost(self, grid: Grid) -> float:
         # more expensive than any list
         return 4.0 * grid.num_columns
-
-
-class _RecordsReads(TorchDispatchMode):
-    """Records which of a function's arguments are read, directly or through a view: bit i of ``bits`` is set for argument i."""
-
-    def __init__(self, arguments: list[Tensor]) -> None:
-        super().__init__()
-        self.arguments, self.bits = {x.untyped_storage()._cdata: 1 << i for i, x in enumerate(arguments)}, 0
-
-    def bits_of(self, values: Any) -> int:
-        """Returns the bits of the arguments whose memory is among these values."""
-        each = (self.arguments.get(x.untyped_storage()._cdata, 0) for x in tree_leaves(values) if isinstance(x, Tensor))
-        return functools.reduce(operator.or_, each, 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, bits = func(*args, **(kwargs or {})), self.bits_of((args, kwargs))
-        # an output in an argument's memory is a view, which reads nothing yet, or what was written into it, which is read with it
-        if func not in _VALUE_FREE and (bits := bits & ~self.bits_of(out)):
-            # without a tensor as output, a number was taken out of one, and all that follows may depend on it: set all bits
-            self.bits |= bits if any(isinstance(x, Tensor) for x in tree_leaves(out)) else -1
-        return out
-
-
-def reads_of(fn: MaskMod) -> tuple[bool, bool]:
-    """Returns whether ``fn`` reads the batch entry, and whether it reads the head, as seen in a call for one pair."""
-    # a function that holds tensors of a GPU only works there
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
-        try:
-            with _RecordsReads(arguments) as reads:
-                result = fn(*arguments)
-            reads.bits |= reads.bits_of(result)
-            return bool(reads.bits & 1), bool(reads.bits & 2)
-        except Exception:  # noqa: BLE001  whatever a user's function raises
-            continue
-    # every call failed, so it may read both
-    return True, True
