@@ -82,7 +82,8 @@ class Explanation:
         forward, backward: the backend used for each pass; None if no backend can compute it; ``backward`` is also None if no gradient is
             requested.
         forward_basis, backward_basis: why it came first: ``shipped table (source, date)``, ``architecture order``,
-            ``order of registration`` or ``asked for by name``; empty if no backend can compute the pass.
+            ``order of registration``, ``asked for by name`` or ``estimated time of the whole call``; empty if no backend can compute the
+            pass.
         tiles: whether a whole call runs on a table of tiles, and by which rule; empty where it cannot.
     """
 
@@ -235,37 +236,45 @@ def explain_backend(
     forward, forward_basis = _taken(of_forward, backend)
     backward, backward_basis = _taken(of_backward, backend) if needs_grad else (None, "")
     request = of_backward if needs_grad else of_forward
-    return Explanation(request, rows, forward, backward, forward_basis, backward_basis, _tiles(request, backend, pattern, num_positions))
+    tiles, on_tiles = _tiles(request, backend, pattern, num_positions)
+    if "forward" in on_tiles:
+        forward, forward_basis = prepare.TILES, "estimated time of the whole call"
+    if "backward" in on_tiles:
+        backward, backward_basis = prepare.TILES, "estimated time of the whole call"
+    return Explanation(request, rows, forward, backward, forward_basis, backward_basis, tiles)
 
 
-def _tiles(request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None) -> str:
-    """Says by which rule a whole call runs on a table of tiles, with the estimates where the call is known. Empty where it cannot: tiles
-    are taken for dilated calls alone, and never in place of a backend that was asked for by name."""
+def _tiles(
+    request: AttentionRequest, backend: str, pattern: DilatedPattern | None, num_positions: int | None
+) -> tuple[str, tuple[str, ...]]:
+    """Returns (by which rule a whole call runs on a table of tiles, with the estimates where the call is known; the passes that do). Empty
+    where it cannot: tiles are taken for dilated calls alone, and never in place of a backend that was asked for by name."""
     if backend != "auto" or request.blocks is not None or registry.get(prepare.TILES).reasons_against(request):
-        return ""
+        return "", ()
     rule = (
         "auto takes them for a whole call where their estimated time is shorter than the chosen library's with its launches, or the "
         "library is a slow one"
     )
     if pattern is None or num_positions is None:
-        return f"{rule}, as in short ones; pattern= and num_positions= give the estimates"
+        return f"{rule}, as in short ones; pattern= and num_positions= give the estimates", ()
     # the call of a single sequence
     shape, batch = whole_shape(request.num_heads, request.num_kv_heads, num_positions, request.causal), 1
-    parts = []
+    parts, on_tiles = [], []
     for name in ("forward", "backward") if request.needs_grad else ("forward",):
         of_pass = replace(request, needs_grad=name == "backward")
         try:
             library = registry.select(of_pass).name
         except BackendUnavailable:
-            return ""
+            return "", ()
         if library == prepare.TILES:
             parts.append(f"{name} {library}, preferred for dense problems, too")
             continue
         taken = prepare.TILES if prepare.runs_on_tiles(pattern, shape, of_pass, batch, library) else library
+        on_tiles += [name] * (taken == prepare.TILES)
         tiles_ms = prepare.tiles_ms(pattern, shape, of_pass, batch)
         library_ms = prepare.library_ms(pattern, shape, of_pass, batch, library)
         parts.append(f"{name} {tiles_ms:.2f} ms against {library_ms:.2f} on {library}: {taken}")
-    return f"{rule}: {' · '.join(parts)}"
+    return f"{rule}: {' · '.join(parts)}", tuple(on_tiles)
 
 
 def _taken(request: AttentionRequest, backend: str) -> tuple[str | None, str]:
