@@ -1,4 +1,4 @@
-"""Attention maps, received attention and XPOS on a GPU, against float64 on the CPU, and their memory at a million positions."""
+"""Attention maps and received attention on a GPU, against float64 on the CPU, and their memory at a million positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from dilated_attention import MultiheadDilatedAttention
 from dilated_attention.functional import attention_map, attention_received
 from dilated_attention.pattern import TopBlocks
 from dilated_attention.testing import Space, inputs, random_case
@@ -59,17 +58,3 @@ def test_a_million_positions_need_memory_for_the_result_and_a_chunk() -> None:
     heat = attention_received(q, k, *GIGAPATH, average_heads=True, dtype=torch.bfloat16, **options)
     assert heat.shape == (1, length)
     assert 0 < float(heat.sum()) <= length * 1.01
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_xpos_layer(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    layer = MultiheadDilatedAttention(256, 4, [64, 300, 700], [1, 3, 4], rotary=True, xpos_scale_base=64.0, num_kv_heads=2)
-    x, bounds = torch.randn(1, 700, 256), torch.tensor([0, 200, 201, 700], dtype=torch.int32)
-    expected = layer.double()(x.double(), is_causal=True, cu_seqlens=bounds)[0]
-    got = layer.to(DEVICE, dtype)(x.to(DEVICE, dtype), is_causal=True, cu_seqlens=bounds.to(DEVICE))[0]
-    assert bool(got.isfinite().all())
-    tolerance = 1e-3 if dtype is torch.float32 else 0.1
-    torch.testing.assert_close(got.double().cpu(), expected, rtol=tolerance, atol=tolerance)
-    with pytest.raises(ValueError, match="XPOS overflows"):
-        layer(torch.zeros(1, 9000, 256, device="cuda", dtype=dtype), is_causal=True)
