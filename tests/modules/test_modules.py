@@ -149,19 +149,6 @@ def test_rotation_keeps_its_accuracy_at_far_positions(dtype: torch.dtype) -> Non
     torch.testing.assert_close(ours.double(), rotated(x.double(), positions, 10000.0), rtol=0, atol=3e-6)
 
 
-def test_dropout_acts_in_training_only_and_repeats_under_a_seed() -> None:
-    layer, x = make_layer(dropout=0.5), make_x()
-
-    def run(seed: int, layer: nn.Module = layer) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return layer(x)[0]
-
-    first = run(1)
-    assert torch.equal(run(1), first) and not torch.equal(run(2), first)
-    layer.eval()
-    assert torch.equal(run(1), run(2, make_layer()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "base"),
