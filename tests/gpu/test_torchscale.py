@@ -53,6 +53,22 @@ def test_slides_are_those_of_the_restatement(dtype: torch.dtype | None, toleranc
     assert error < tolerance
 
 
+def test_gradients_in_float32() -> None:
+    exact = {name: value.requires_grad_() for name, value in double(weights()).items()}
+    tiles, coords = slide(150)
+    reference.slide_encoder(exact, tiles.double()[None], coords.double()[None], SHAPE, grid=GRID)[0].square().sum().backward()
+    model = model_of()
+    model(tiles[None].cuda(), coords[None].cuda()).square().sum().backward()
+    pairs = {
+        "tile_embedding.weight": "patch_embed.proj.weight",
+        "encoder.blocks.0.attention.q_proj.weight": "encoder.layers.0.self_attn.q_proj.weight",
+        "encoder.blocks.1.ffn.down.weight": "encoder.layers.1.ffn.fc2.weight",
+    }
+    for mine, theirs in pairs.items():
+        difference = model.get_parameter(mine).grad.double().cpu() - exact[theirs].grad
+        assert difference.norm() < 1e-4 * exact[theirs].grad.norm()
+
+
 def test_a_long_slide_runs_and_its_map_sums_to_at_most_one() -> None:
     settings = {"dtype": torch.bfloat16, "grid_size": 400}
     model = load_torchscale(weights(), device="cuda", **settings)
