@@ -156,21 +156,6 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         fresh.register(registry.get("math"))
 
 
-def test_explanation_prints_the_whole_table_and_both_passes() -> None:
-    explanation = explain_backend(hardware=EXAMPLES["hopper"], head_dim=48)
-    text = str(explanation)
-    assert explanation.forward == "flash4"
-    assert explanation.backward == "flash3"
-    assert "forward: flash4 · backward: flash3" in text
-    assert "→ flash4" in text
-    assert "forward only: its backward" in text
-    assert all(name in text for name in registry.names())
-    rows = {row.name: row for row in explanation.rows}
-    assert rows["sdpa_cpu"].reasons == ("runs on cpu, not on cuda",)
-    assert not rows["flash4"].usable
-    assert rows["math"].usable
-
-
 def test_explanation_of_what_nothing_can_do() -> None:
     explanation = explain_backend(hardware=BARE["cpu"], head_dim=512)
     assert explanation.forward is None

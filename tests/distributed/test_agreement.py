@@ -142,10 +142,8 @@ def call(
 # (what all call first, what the last rank calls in its place, what the message says beside which ranks)
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "is_causal": ({}, CAUSAL, "ring_attention: ranks disagree on is_causal: "),
-    "return_lse": ({"grad": True}, {"grad": True, "return_lse": True}, "ring_attention: ranks disagree on return_lse: "),
     "another length": ({}, {"seq_len": N + 2}, "ring_attention: ranks disagree on seq_len: "),
     "heads of equal bytes": ({"H": 4, "D": 16}, {"H": 8, "D": 8}, "ring_attention: ranks disagree on q.shape[2]: "),
-    "function": ({}, {"function": "dilated", "w": [N], "r": [1]}, "ranks disagree on function: "),
     "pattern": (
         {"function": "blocks"},
         {"function": "blocks", "pattern": BigBird(64, 64, 1, 0, block_size=64)},

@@ -159,12 +159,6 @@ def ails(rank: int, world: int, victim: int, how: str) -> None:
     ring(rank, world, HOPS, at_hop)
 
 
-def leaves_early(rank: int, world: int, victim: int) -> None:
-    ring(rank, world, HOP if rank == victim else HOPS)
-    # another call, which the others do not make
-    dist.barrier()
-
-
 def steps(rank: int, world: int, victim: int) -> None:
     """Training steps of attention itself."""
     shape, dtype = (1, 256, 4, 64), torch.bfloat16 if here().type == "cuda" else torch.float32
@@ -209,18 +203,6 @@ def lead_to(ends: list[End], victim: int) -> None:
         assert next_ranks == {victim}, ends
 
 
-def told_of(machine: Machine, ends: list[End], victim: int) -> None:
-    for end in survivors(machine, ends, victim):
-        assert "not reported: dead, stalled or in another call" in end.error, end
-        if machine.backend == "gloo":
-            way = "(sending 3.81 MiB to|receiving 3.81 MiB from)"
-            assert re.match(rf"RingError: rank \d: ring forward, hop \d: K and V: {way} rank \d failed after ", end.error), end
-    lead_to(ends, victim)
-    # the first to fail is one that exchanges with the victim, in the hop that the victim left out
-    direct = rf"hop {HOP}: K and V: (sending 3.81 MiB to|receiving 3.81 MiB from) rank {victim} failed after "
-    assert machine.backend == "nccl" or any(re.search(direct, end.error) for end in ends), ends
-
-
 @pytest.mark.parametrize("how", ["is killed", "raises", "stalls"])
 @pytest.mark.parametrize("machine", machines(4, gpus=(2, 4)))
 def test_a_rank_that_fails_is_named_by_all_in_time(machine: Machine, how: str, tmp_path: Path) -> None:
@@ -232,7 +214,15 @@ def test_a_rank_that_fails_is_named_by_all_in_time(machine: Machine, how: str, t
         words = f"rank {victim} {SILENT}|all ranks report|gave up waiting|store of torch.distributed"
         assert all(re.search(words, end.error) for end in others), ends
         return
-    told_of(machine, ends, victim)
+    way = "(sending 3.81 MiB to|receiving 3.81 MiB from)"
+    for end in others:
+        assert "not reported: dead, stalled or in another call" in end.error, end
+        if machine.backend == "gloo":
+            assert re.match(rf"RingError: rank \d: ring forward, hop \d: K and V: {way} rank \d failed after ", end.error), end
+    lead_to(ends, victim)
+    # the first to fail is one that exchanges with the victim, in the hop that the victim left out
+    direct = rf"hop {HOP}: K and V: {way} rank {victim} failed after "
+    assert machine.backend == "nccl" or any(re.search(direct, end.error) for end in ends), ends
     if how == "is killed":
         assert own.code == -signal.SIGKILL
     if how == "raises":
@@ -262,14 +252,6 @@ def test_the_rank_that_serves_the_store_is_killed(machine: Machine, tmp_path: Pa
     assert ends[0].code == -signal.SIGKILL
     for end in survivors(machine, ends, 0):
         assert "its server, usually global rank 0, has ended" in end.error or "store of torch.distributed" in end.error
-
-
-@pytest.mark.parametrize("machine", machines(3))
-def test_a_rank_that_makes_another_call(machine: Machine, tmp_path: Path) -> None:
-    ends = play(machine, leaves_early, 2, folder=tmp_path)
-    told_of(machine, ends, 2)
-    # its own call is torch's, and ends once the others have
-    assert ends[2].code == 1
 
 
 def test_the_messages_of_an_exchange_share_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

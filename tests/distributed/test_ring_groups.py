@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import signal
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +24,7 @@ from dilated_attention import (
 )
 from dilated_attention.pattern import LocalWindow
 from tests.helpers.pool import Pool
+from tests.helpers.scripts import run_script
 
 N = 256
 KINDS = ("dense", "dilated", "blocks")
@@ -132,13 +130,12 @@ def test_two_groups_in_turn_and_anew() -> None:
         pool.run(two_groups)
 
 
-_GROUP = """
+GROUP = """
 import os, sys, time
 import torch, torch.distributed as dist
 import dilated_attention
 from dilated_attention.distributed import RingError
-rank, path = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+dist.init_process_group("gloo")
 q = torch.randn(1, 8, 2, 8)
 codes = []
 # a group that no call has met yet, then the same after one has
@@ -166,21 +163,7 @@ sys.exit(1 if any(codes) else 0)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_group_of_the_parent_is_refused_in_the_child_at_once(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _GROUP, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        found = [(process.communicate(timeout=90)[0], process.returncode) for process in ranks]
-    except subprocess.TimeoutExpired:
-        for process in ranks:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        pytest.fail("a child of a rank does not end")
-    assert [code for _, code in found] == [0, 0], found
+    (tmp_path / "group.py").write_text(GROUP)
+    # a child that does not end is killed
+    result = run_script(tmp_path / "group.py", processes=2, timeout=90)
+    assert result.returncode == 0, result.stdout + result.stderr

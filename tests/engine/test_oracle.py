@@ -182,8 +182,11 @@ RUNNERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["one merge", "problems", "blocks"])
-@pytest.mark.parametrize("runner", RUNNERS)
+# chunks are of one merge
+WAYS = [(runner, way) for runner in RUNNERS for way in ("one merge", *(("problems", "blocks") if "chunks" not in runner else ()))]
+
+
+@pytest.mark.parametrize(("runner", "way"), WAYS)
 def test_any_case_by_any_runner(runner: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every branch to its places and one merge, in chunks of any size, with the torch twin; problem by problem; or lists of blocks."""
     fused = way == "one merge"

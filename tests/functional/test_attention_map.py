@@ -20,6 +20,7 @@ from dilated_attention.pattern import BlockPattern, LocalWindow
 from dilated_attention.testing import Case, Inputs, Space, inputs, random_case
 from dilated_attention.testing.check import function_of
 from dilated_attention.testing.oracle import softmax_parts
+from tests.helpers.forms import static
 from tests.helpers.largest import Largest
 
 N, H = 37, 4
@@ -53,29 +54,31 @@ USUAL = Space(window=False, dropout=False, lse_grad=False, max_length=40, head_d
 
 @pytest.mark.parametrize("space", [USUAL, replace(USUAL, blocks=True, max_length=150)], ids=["branches", "blocks"])
 @pytest.mark.parametrize("group", range(2))
-def test_maps_of_any_case_are_its_weights(group: int, space: Space) -> None:
+def test_maps_of_any_case_are_its_weights(group: int, space: Space, device: str) -> None:
     """Of rows in any order, some twice, one alone, or none; lse known or not, keys in chunks, heads apart or their mean; what keys get."""
     for seed in range(12 * group, 12 * (group + 1)):
         # the keys of short segments are not all keys
         case = replace(random_case(seed, replace(space, max_segment=(None, 12)[seed % 2])), mixture_grad="exact")
+        # kernels choose blocks by means of another rounding
+        case = case if device == "cpu" else static(case)
         dtype = (torch.float64, torch.float32, torch.bfloat16, torch.float16)[seed % 4]
         x, draw_, close = inputs(case, dtype), random.Random(seed), CLOSE[dtype is torch.float64]
-        (tensors, options), size = mapped(case, x), 5 if space is USUAL else 70
+        (tensors, options), size = mapped(case, inputs(case, dtype, device)), 5 if space is USUAL else 70
         # p (B, H, Nq, Nk), by the multiplicities written out
         wide = replace(x, sinks=None if x.sinks is None else x.sinks.double())
         expected, _, lse = softmax_parts(case, wide, x.q.double(), x.k.double(), x.v.double())[0]
         exact = dtype if dtype is torch.float64 else torch.float32
         rows = [draw_.randrange(case.num_queries) for _ in range(6)] if case.num_queries else []
-        for some, chunk, known in ((rows, None, None), (rows, size, lse.to(exact)), (rows[:1], None, None)):
+        for some, chunk, known in ((rows, None, None), (rows, size, lse.to(device, exact)), (rows[:1], None, None)):
             got = attention_map(**tensors, query_rows=some, chunk=chunk, lse=known, **options)
-            assert got.dtype is exact
-            torch.testing.assert_close(got.double(), expected[:, :, some], **close, msg=lambda m, case=case: f"{m} {case}")
+            assert got.dtype is exact and got.device.type == device
+            torch.testing.assert_close(got.cpu().double(), expected[:, :, some], **close, msg=lambda m, case=case: f"{m} {case}")
         mean = attention_map(**tensors, query_rows=torch.tensor(rows, dtype=torch.int64), average_heads=True, chunk=size, **options)
-        torch.testing.assert_close(mean.double(), expected[:, :, rows].mean(1), **close)
-        torch.testing.assert_close(attention_received(**tensors, **options).double(), expected.sum(2), **close)
+        torch.testing.assert_close(mean.cpu().double(), expected[:, :, rows].mean(1), **close)
+        torch.testing.assert_close(attention_received(**tensors, **options).cpu().double(), expected.sum(2), **close)
         weights = draw(*x.q.shape[:2], seed=3)
-        got = attention_received(**tensors, query_weights=weights, average_heads=True, **options)
-        torch.testing.assert_close(got.double(), torch.einsum("bi,bhij->bj", weights, expected) / case.heads, **close)
+        got = attention_received(**tensors, query_weights=weights.to(device), average_heads=True, **options)
+        torch.testing.assert_close(got.cpu().double(), torch.einsum("bi,bhij->bj", weights, expected) / case.heads, **close)
 
 
 def test_without_a_pattern_they_are_dense_attentions() -> None:
@@ -87,11 +90,11 @@ def test_without_a_pattern_they_are_dense_attentions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_rounds_q_and_k_alone_and_a_dtype_may_be_asked_for(dtype: torch.dtype) -> None:
-    wide = make_qk()
+def test_autocast_rounds_q_and_k_alone_and_a_dtype_may_be_asked_for(dtype: torch.dtype, device: str) -> None:
+    wide = [x.to(device) for x in make_qk()]
     q, k = (x.to(dtype) for x in wide)
     expected = attention_map(q.double(), k.double(), *BRANCHES, query_rows=range(N))
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(device, dtype):
         tensors = [x.float() for x in wide]
         rows, received = attention_map(*tensors, *BRANCHES, query_rows=range(N)), attention_received(*tensors, *BRANCHES)
     assert rows.dtype is received.dtype is torch.float32

@@ -85,7 +85,7 @@ CORES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", CORES)
 def test_modules_without_projections(name: str) -> None:
-    """What they compute with sinks: tests/engine/test_oracle.py."""
+    """What they compute with sinks: tests/engine/test_oracle.py; layers with projections: tests/modules/test_modules.py."""
     make, (q, k, v, sinks, _, _) = CORES[name], tensors()
     module, without = make(sinks=True, num_heads=H).double(), make()
     assert module.sinks.shape == (H,) and not module.sinks.any() and "sinks=True" in repr(module)
@@ -99,21 +99,6 @@ def test_modules_without_projections(name: str) -> None:
     assert torch.equal(loaded(q, k, v), out)
     loaded.reset_parameters()
     assert torch.equal(lazy(q, k, v), loaded(q, k, v)) and lazy.sinks.dtype is torch.float64 and not lazy.sinks.any()
-
-
-@pytest.mark.parametrize("kind", ["dilated", "ring_dilated", "block_sparse"])
-def test_multihead_modules(kind: str) -> None:
-    def make(**options: Any) -> Any:
-        torch.manual_seed(0)
-        where = {"pattern": BLOCKS} if kind == "block_sparse" else {"segment_lengths": [16, 64], "dilation_rates": [1, 3]}
-        name = f"ring_multihead_{kind[5:]}" if kind.startswith("ring") else f"multihead_{kind}"
-        return da.create_attention(name, embed_dim=H * D, num_heads=H, **where, **options)
-
-    layer = make(sinks=True, dtype=torch.float64)
-    assert layer.sinks is layer.attention.sinks and layer.sinks.dtype is torch.float64
-    assert make(sinks=True, device="meta").sinks.is_meta and make().sinks is None
-    layer(torch.randn(2, N, H * D, dtype=torch.float64))[0].square().sum().backward()
-    assert bool(layer.sinks.grad.all())
 
 
 def test_a_model_generates_with_sinks() -> None:

@@ -63,31 +63,17 @@ def test_two_rows_of_two_that_share(tmp_path: Path) -> None:
     assert len(bits) == 8 and bits[-1] < bits[0] - 0.5, bits
 
 
-def genome(folder: Path, processes: int, *options: str) -> list[float]:
-    """Bits of every step of train_genome.py, and of the held-out part."""
-    out = folder / f"genome{processes}"
-    launch = torchrun(processes) if processes > 1 else []
-    common = [*SMALL_GENOME, "--short-share", "0", "--lr", "3e-3", "--out", str(out)]
-    result = run(*launch, str(EXAMPLES / "train_genome.py"), *common, *options, timeout=300)
-    assert result.returncode == 0 and "not below the Markov models" in result.stdout, result.stdout + result.stderr
-    log = json.loads((out / "genome.json").read_text())
-    assert log["processes"] == processes and (out / "checkpoint").is_dir()
-    return [*(bits for _, _, bits in log["steps"]), log["held out bits per base"]]
-
-
-@needs_2
-def test_a_genome_is_learned_by_processes_that_share_its_sequence(tmp_path: Path) -> None:
-    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "6", "--checkpoint", "--backend", "sdpa"]
-    alone = genome(tmp_path, 1, *common)
-    assert genome(tmp_path, 2, *common, "--context-parallel", "2", "--fsdp", "--layout", "zigzag") == pytest.approx(alone, abs=NEAR)
-    assert alone[5] < alone[0] - 0.02
-
-
 @needs_4
 def test_a_genome_compiled_and_on_the_kernels_that_a_user_gets(tmp_path: Path) -> None:
-    common = ["--fasta", str(write_fasta(tmp_path)), "--steps", "6", *([] if ON_CPU else ["--compile"])]
-    bits = genome(tmp_path, 4, *common, "--context-parallel", "4", "--fsdp", "--embed-dim", "128")
-    assert len(bits) == 7 and bits[5] < bits[0]
+    """That processes which share its sequence learn as one does: scripts/test_genome.py."""
+    out = tmp_path / "genome"
+    words = ["--fasta", str(write_fasta(tmp_path)), "--steps", "6", *([] if ON_CPU else ["--compile"]), "--out", str(out)]
+    words += ["--short-share", "0", "--lr", "3e-3", "--context-parallel", "4", "--fsdp", "--embed-dim", "128"]
+    result = run(*torchrun(4), str(EXAMPLES / "train_genome.py"), *SMALL_GENOME, *words, timeout=300)
+    assert result.returncode == 0 and "not below the Markov models" in result.stdout, result.stdout + result.stderr
+    log = json.loads((out / "genome.json").read_text())
+    bits = [bits for _, _, bits in log["steps"]]
+    assert log["processes"] == 4 and (out / "checkpoint").is_dir() and len(bits) == 6 and bits[5] < bits[0]
 
 
 @needs_4

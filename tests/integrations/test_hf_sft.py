@@ -24,7 +24,6 @@ pytestmark = [
 TOLERANCE = 1e-7
 # what is trained on, and the trainer's settings
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "packing": {"packing": True, "max_length": 49, "per_device_train_batch_size": 1},
     "completion": {"completion_only_loss": True, "loss_type": "dft"},
     "lora": {},

@@ -320,11 +320,10 @@ def test_generation_with_a_cache_is_that_without(name: str, kind: str) -> None:
 # ---- windows, packed documents, dropout
 
 
-@pytest.mark.parametrize("name", ["dilated", "block_sparse"])
-def test_sliding_layers_keep_their_window(name: str) -> None:
-    """Mistral's, all of them: what the model computes does not change, and that is said once."""
+def test_sliding_layers_keep_their_window() -> None:
+    """Mistral's, all of them, so that the model computes what it did (test_hf_families.py), and that is said once."""
     with pytest.warns(UserWarning, match=r"changes nothing in MistralConfig.*config.sliding_window = None"):
-        check_equal(mistral(), name, "sdpa", 1e-10, padded("right"))
+        on(mistral(), "dilated")(tokens())
     q, k, v = heads_of(12)
     module = layer(is_causal=True, config=whole())
     # the mask's and the layer's both hold
@@ -860,7 +859,6 @@ def documents_on_a_ring(rank: int, world: int, kind: str, name: str, layout: str
     ("world", "kind", "name", "layout", "rounding"),
     [
         (1, "llama", "ring_dilated", "contiguous", 1e-6),
-        (2, "llama", "ring", "zigzag", 1e-6),
         # windows and sinks, whose gradients sum over the processes; some are above 8
         (2, "gpt_oss", "ring", "zigzag", 4e-6),
         (3, "llama", "ring_dilated", "striped", 1e-6),

@@ -217,7 +217,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     # found when the script is at work: exit code 1
     "block_sparse.py": [("--document nowhere", "No such file or directory: 'nowhere'")],
-    "hf_long_document.py": [("--document .", "Is a directory: '.'")],
     "hf_context_parallel.py": [
         ("--size 3 --steps 1", "size is 3 and there are 1 processes; expected a divisor"),
         ("--context 1M", "expected a --context up to that"),
