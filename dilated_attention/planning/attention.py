@@ -3,6 +3,7 @@
 Its time is arithmetic at measured rates where they exist, and lower bounds of memory, links and launches.
 
     GPU    Σ over branches of FLOPs / rate of the backend chosen for that branch's rows, divided by the share of it that the engine reaches
+    tiles  a call that runs whole on tiles: the engine's own estimate (``engine/ops/prepare.py``)
     floor  least bytes / bandwidth
     host   the call and its launches, on the CPU of an H200 machine
     links  bytes received / rate of the links
@@ -21,6 +22,7 @@ import torch
 
 from dilated_attention.backends import BackendUnavailable, rates
 from dilated_attention.engine.branches.problems import problems_of, whole_shape
+from dilated_attention.engine.ops import prepare
 from dilated_attention.models.summary import USABLE
 from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.planning.gpus import GPUS, Gpu
@@ -39,11 +41,10 @@ _ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
 _SUSTAINED = 0.92
 # seconds of that machine's CPU per launch, forward and backward (docs/performance.md, How it works)
 _LAUNCH = (40e-6, 90e-6)
-# seconds per call, in addition. Where kernels are short, the measured time is the CPU's (benchmarks/results/2026-11-21-h200/short.jsonl):
-# dense attention, one launch, took at most 0.064 ms forward without gradients and 1.16 ms forward + backward. A backward of 12 launches
-# alone took no more than 1.45 ms (2026-11-21-h200/floor.jsonl), so a backward costs at most 0.35 ms; the rest belongs to the forward that
-# autograd records
-_CALL, _RECORDED = (25e-6, 350e-6), 650e-6
+# seconds per call, in addition, and of a forward that autograd records. Where kernels are short, the measured time is the CPU's
+# (benchmarks/results/2026-11-29-h200x2/last-cut.md): dense attention, one launch, took 0.09 ms forward and 0.42 forward + backward,
+# GigaPath's call of 5,308 positions 0.67
+_CALL, _RECORDED = (25e-6, 200e-6), 200e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05}
 _ASSUMED_ELSE = 0.45
@@ -204,6 +205,9 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     seconds = sum(each / rate for each, rate in zip(flops, rates_of_parts, strict=True))
     if len(flops) > 1:
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
+    if (on_tiles := _seconds_on_tiles(problem, backward, backends[-1])) is not None:
+        seconds, backends, launches = on_tiles, (prepare.TILES,), 1
+        sources = ("the engine's estimate of a whole call on tiles, measured on an H200",)
     # the CPU's time for the call and its launches
     host = 0.0 if gpu.is_cpu else _CALL[backward] + _RECORDED * (problem.training and not backward) + launches * _LAUNCH[backward]
     links = exposed = 0.0
@@ -225,6 +229,22 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
         launches=host, links=links, exposed=exposed, backend=" and ".join(dict.fromkeys(backends)),
         rate=sum(flops) / seconds if seconds else 0.0, source="; ".join(dict.fromkeys(sources)),
     )  # fmt: skip
+
+
+def _seconds_on_tiles(problem: Problem, backward: bool, library: str) -> float | None:
+    """Returns the time of a call that runs whole on tiles in place of ``library``, as short ones do; None for any other."""
+    pattern, gpu, N = problem.pattern, problem.machine, problem.num_positions
+    if problem.world_size > 1 or gpu.is_cpu or problem.window or not isinstance(pattern, DilatedPattern):
+        return None
+    longest = max(-(-min(w, N) // r) for w, r in pattern.branches)
+    _, request = problem.backend(backward=backward, length=longest)
+    shape, batch = whole_shape(problem.num_heads, problem.num_kv_heads, N, problem.is_causal), problem.batch_size
+    if not prepare.runs_on_tiles(pattern, shape, request, batch, library):
+        return None
+    dtype = str(problem.dtype).removeprefix("torch.")
+    peak, measured = gpu.peak(dtype), GPUS["H200 SXM"].peak(dtype)
+    kernels_ms = prepare.tiles_ms(pattern, shape, request, batch) - prepare.TILES_CALL_MS
+    return kernels_ms * 1e-3 * (measured / peak if peak and measured else 1.0)
 
 
 def _rate_of(problem: Problem, length: int, backward: bool, block_masks: str = "none") -> Rate:

@@ -210,8 +210,8 @@ def timed() -> Iterator[tuple[str, dict[str, Any], int | None, float, float]]:
             rates = LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)
             call = {"num_positions": row["N"], "num_heads": heads, "head_dim": dim, "dilation_rates": rates, "is_causal": row["causal"]}
             yield "dilated", call, 1, row["backward"], 0.15
-            # timed without gradients; the other forwards ran with a kernel that is out since
-            if heads == 12 and row["N"] < 500_000:
+            # timed without gradients; the other forwards ran with a kernel that is out since, shorter ones with a library
+            if heads == 12 and 32_768 < row["N"] < 500_000:
                 yield "dilated", call | {"training": False}, 0, row["forward"], 0.15
     for row in lines_of("2026-11-21-h200/block-sparse.jsonl"):
         for index, name in enumerate(("forward", "backward") if row["part"] == "random" else ()):
@@ -229,14 +229,16 @@ def timed() -> Iterator[tuple[str, dict[str, Any], int | None, float, float]]:
                 "training": which == "training",
             }
             yield "ring", call | {"num_positions": 4 * int(length), "exchange": "all_gather"}, None, 1e3 * row["seconds"], 0.25
-    for row in lines_of("2026-11-21-h200/short.jsonl"):
-        heads, dim = map(int, row["shape"].split("x"))
-        call = {"num_positions": row["N"], "num_heads": heads, "head_dim": dim, "is_causal": row["causal"]}
-        rates = LONGNET["dilation_rates"] if heads == 12 else (1, 2, 4, 8, 16)
-        for kind, more in (("dense", {}), ("dilated", {"dilation_rates": rates})):
-            # elsewhere the GPU is waited for, or what it still has to do hides the CPU
-            if row["ms"][f"{kind} both"] >= 2 * row["ms"][f"{kind} both graph"]:
-                yield kind, call | more, None, row["ms"][f"{kind} both"], 0.3
+    branches = {"segment_lengths": (1024, 5792, 32768, 185363, 1048576), "dilation_rates": (1, 2, 4, 8, 16)}
+    gigapath = {"num_heads": 16, "head_dim": 48} | branches
+    longnet = {"num_heads": 12, "head_dim": 64, "is_causal": True} | LONGNET
+    dense = {"num_heads": 16, "head_dim": 64, "is_causal": True}
+    cases = {"GigaPath": gigapath, "LongNet 12x64 causal": longnet, "dense causal 16x64": dense}
+    for name, (called, _) in json.loads((RESULTS / "2026-11-29-h200x2/repeated.json").read_text()).items():
+        case, _, length = name.partition(",")[0].rpartition(" ")
+        if case in cases:
+            kind, is_both = "dense" if cases[case] is dense else "dilated", name.endswith("fb")
+            yield kind, cases[case] | {"num_positions": int(length), "training": is_both}, None, called, 0.35
 
 
 @pytest.mark.parametrize(("kind", "call", "index", "ms", "near"), [*timed()])

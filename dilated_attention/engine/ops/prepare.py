@@ -289,6 +289,8 @@ TILES = "tiles"
 # on tiles takes less than 0.1 and 0.25.
 _PROBLEM_MS = {False: 0.09, True: 0.12}
 _CALL_MS = {False: 0.2, True: 0.5}
+# host time in ms that a call on tiles takes in addition to its kernels
+TILES_CALL_MS = 0.1
 # the same of a call that is one launch without copies of q, k and v: not more than that of the tiles, so their kernels decide
 _LAUNCH_MS = 0.09
 # measured time of the tiles under causality over that of their rate, for self-attention of one sequence: LongNet's segments, 12 x 64
@@ -436,7 +438,7 @@ def _sum_of_least(count: int, most: int) -> int:
 def tiles_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, host_ms: float = 0.0) -> float:
     kernels = _kernel_ms(pattern, shape, request, batch, TILES, _TILES_TFLOPS)
     is_whole = not shape.is_cut and len(shape.documents) == 1
-    return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + 0.1
+    return max(kernels * (_CAUSAL if shape.is_causal and is_whole and pattern.num_branches > 1 else 1), host_ms) + TILES_CALL_MS
 
 
 def library_ms(pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, library: str, host_ms: float = 0.0) -> float:
