@@ -444,6 +444,7 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: BlockTensor(torch.ones(2, 2)), "mask is torch.float32; expected a bool tensor"),
         (lambda: from_block_mask(3), "block_mask is 3 .*expected a BlockMask"),
         (lambda: MaskFunction(7), "fn is 7"),
+        (lambda: MaskFunction(lambda i, j: i > j), r"fn takes \(i, j\): too many positional arguments"),
         (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), "fn returned torch.int64; expected a bool tensor"),
         (lambda: to_block_mask(None, 12, 4), r"pattern is None \(NoneType\); expected a block pattern"),  # type: ignore[arg-type]
         (lambda: LocalWindow(3) | 7, "unsupported operand"),

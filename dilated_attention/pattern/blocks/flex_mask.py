@@ -3,6 +3,8 @@ pairs (``MaskFunction``)."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -213,6 +215,14 @@ class MaskFunction(BlockPattern):
         super().__post_init__()
         if not callable(self.fn):
             raise TypeError(f"fn is {self.fn!r} ({type(self.fn).__name__}); expected a function fn(batch, head, q_idx, kv_idx) -> bool")
+        if not torch.compiler.is_compiling():
+            # some callables have no signature
+            with contextlib.suppress(ValueError):
+                try:
+                    inspect.signature(self.fn).bind(*range(4))
+                except TypeError as error:
+                    found = inspect.signature(self.fn)
+                    raise TypeError(f"fn takes {found}: {error}; expected a function fn(batch, head, q_idx, kv_idx) -> bool") from None
         if self.per_head is not None:
             check_bool("per_head", self.per_head)
         # under torch.compile it does not matter: a pattern that is made inside a compiled function is refused later
