@@ -12,6 +12,7 @@ Last line: ``done: packing by cp_size: ignored: loss 6.875, right 6.761, of a mo
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -110,8 +111,6 @@ def loss_of_trainer(kind: str, sharing: str, row: dict[str, torch.Tensor]) -> fl
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(), max_steps=1, per_device_train_batch_size=1, learning_rate=1e-9, logging_steps=1, save_strategy="no",
         report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True,
-        # else DDP leaves a reduction under way when this process ends
-        ddp_find_unused_parameters=False,
         **({"fsdp": True, "fsdp_config": WRAP} if sharing == "cp_size" else {}), **sharing_of(sharing, 2),
     )  # fmt: skip
     trainer = Trainer(model=model, args=settings, train_dataset=[row] * 4)
@@ -140,6 +139,8 @@ def main() -> int:
     if os.environ["RANK"] == "0":
         ignoring = f"loss {loss:.3f}, right {right:.3f}, of a model that ignores it {without:.3f}"
         print(f"done: {args.kind} by {args.sharing}: {verdict}: {ignoring}", flush=True)
+    # the model and its hooks hold each other, and the group; gloo's threads must end before the interpreter does
+    gc.collect()
     torch.distributed.destroy_process_group()
     return 0
 

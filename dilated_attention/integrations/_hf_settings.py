@@ -100,8 +100,19 @@ def interfaces() -> tuple[Any, Any]:
     return modeling.AttentionInterface, masking.AttentionMaskInterface
 
 
+def forget(name: str) -> None:
+    """Removes a name from transformers' registries and from those here."""
+    for mapping in (REGISTERED, *(registry._global_mapping for registry in interfaces())):
+        mapping.pop(name, None)
+    _forget_known(name)
+
+
 def remember(name: str, settings: Settings) -> None:
     REGISTERED[name] = settings
+    _forget_known(name)
+
+
+def _forget_known(name: str) -> None:
     # compiled models check here whether what they were compiled for is still valid
     for key in [key for key in _KNOWN if key.startswith(f"{name} ")]:
         del _KNOWN[key]

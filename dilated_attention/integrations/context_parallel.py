@@ -21,6 +21,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from dilated_attention.integrations._hf_settings import (
     check_release,
     checked,
     configs_of,
+    forget,
     interfaces,
     remember,
     settings_of,
@@ -109,7 +111,9 @@ class ContextParallel:
         settings = checked(kind, {**options, "timeout": self.timeout, "group": place, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
-        self.undo.callback(REGISTERED.pop, self.name)
+        self.undo.callback(forget, self.name)
+        # of a model that is gone nobody calls ``remove``
+        weakref.finalize(self, forget, self.name).atexit = False
         resolved = settings_of(self.name, self.base.config)
         for option, value in given.items():
             if resolved.options[option] != value:
@@ -120,9 +124,10 @@ class ContextParallel:
         self.layout = resolved.options.get("layout", "contiguous")
         # registries are looked up through an instance, and share one mapping per class
         self._mask_of_model = masks()[original]
-        for registry, function in ((attentions, self._attend), (masks, self._mask)):
-            registry.register(self.name, function)
-            self.undo.callback(registry._global_mapping.pop, self.name)
+        # a registry holds functions for good, and must not hold the model with them
+        living: Any = weakref.ref(self)
+        attentions.register(self.name, lambda *args, **options: living()._attend(*args, **options))
+        masks.register(self.name, lambda *args, **options: living()._mask(*args, **options))
         # the configs of the model and its parts, each once, without those that name another attention
         configs = [each for module in self.base.modules() if hasattr(module, "config") for each in configs_of(module.config)]
         self._configs = list({id(each): each for each in configs if each._attn_implementation == original}.values())

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import os
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -408,6 +410,19 @@ def attached(model: Any, **options: Any) -> Iterator[Any]:
             yield handle
         finally:
             handle.remove()
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    """transformers' registries, which are never emptied, held it, and its process group."""
+    with launched(0, 1):
+        model = llama()
+        handle = context_parallel(accelerate.Accelerator(cpu=True), model, size=1)
+        model(tokens(), labels=tokens()).loss.backward()
+        name, alive = handle.name, weakref.ref(model)
+        assert name in transformers.AttentionInterface._global_mapping
+        del model, handle
+        gc.collect()
+    assert alive() is None and name not in transformers.AttentionInterface._global_mapping
 
 
 def convolutional() -> Any:
