@@ -92,7 +92,11 @@ def forward_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CUT: tl.constexpr, ZERO_KEYS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, lists, FORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Computes ROWS queries of one head, one of PARTS parts of a tile of a table (FORM is None) or of a block of ``lists``."""
+    """Computes ROWS queries of one head, one of PARTS parts of a tile of a table (FORM is None) or of a block of ``lists``.
+
+    i, j, low, high and count are indices into a segment's selected positions, of which ``first`` is the first one's position and ``place``
+    the place of index ``low``. scale contains log2(e). ``direct`` is the branch whose outputs go to out; the others' go to parts.
+    """
     pid = tl.program_id(0)
     if FORM is None:
         head = pid % num_heads
@@ -149,6 +153,7 @@ def forward_kernel(
             start, end, block_column = list_steps(lists, batch, head, block_row, num_heads, num_queries, SUBS, FORM)
             # one range, the second: lists say for each block which of its pairs count
             key_ends = (start, start, end)
+        # only the second range has no masked pair; the first is that of a window's left side
         for index in tl.static_range(0 if LEFT else 1, 3 if FORM is None else 2):
             for step in tl.range(key_ends[index], key_ends[index + 1], BLOCK if FORM is None else 1, num_stages=STAGES):
                 a = step

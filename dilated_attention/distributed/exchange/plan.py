@@ -2,6 +2,10 @@
 
 A rank needs a key if one of its queries may see it: both lie in one segment of some branch, the key at the offset of a head that shares
 its key/value head, and causality and window allow it. Positions are always those in the whole sequence.
+
+``RingProblem.needed`` says which rows a rank needs, ``key_span`` the range of positions that one *memory* holds for it, and ``make_step``
+which lines come from whom and where they lie in that memory. A *line* is one head of a row, with the number row · heads + head; where all
+heads need the same rows, it is the row, and heads is 1.
 """
 
 from __future__ import annotations
@@ -246,10 +250,11 @@ def _units(period: int, heads: int, parts: tuple[tuple[int, bytes], ...]) -> np.
 
 @functools.lru_cache(maxsize=256)
 def _taken(pattern: DilatedPattern, num_heads: int, num_kv_heads: int, kv_heads: Range) -> tuple[int, tuple[bytes, ...]]:
-    """Returns of how many of the key/value heads [first, last) each has rows of its own, 1 if all are alike; and for each branch the
-    bytes of bool (rate, heads): which of r neighbours a head takes; of rate 1 where it takes all of them."""
+    """Returns (how many of the key/value heads [first, last) have rows of their own, 1 if all need the same; for each branch the bytes of
+    bool (rate, heads): which of r neighbours a head takes, of rate 1 where it takes all of them)."""
     offsets = np.array(pattern.offsets(num_heads))
     alike = bool((offsets == offsets[:, :1]).all())
+    # one column stands for all key/value heads where all query heads are alike
     group, (first, last) = (num_heads, (0, 1)) if alike else (num_heads // num_kv_heads, kv_heads)
     found = []
     for rate, row in zip(pattern.dilation_rates, offsets[:, first * group : last * group], strict=True):
@@ -315,6 +320,7 @@ def key_span(problem: RingProblem, rank: int) -> KeySpan:
         # a segment that holds the whole span need not begin with it, but its offsets must be the same
         step = math.lcm(block, *(length if length < high - start else rate for length, rate in pattern.branches))
         if len(documents) > 1 or pattern.tail != "mask":
+            # from the first document's beginning: each document counts its segments, and a segment its zero keys, from where it begins
             step = high
     low -= (low - start) % step
     return KeySpan(low, high, tuple((max(a, low) - low, min(b, high) - low) for a, b in documents))
