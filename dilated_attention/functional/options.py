@@ -252,9 +252,7 @@ def check_names(function: str, options: Iterable[str]) -> None:
     """Refuses options that the public function or class does not have."""
     for name in options:
         if name not in KEYWORDS[function]:
-            raise TypeError(
-                f"{function.rpartition('.')[2]}() got an unexpected keyword argument {name!r}; it accepts {', '.join(KEYWORDS[function])}"
-            )
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; it accepts {', '.join(KEYWORDS[function])}")
 
 
 def checked_softmax(options: Options, q: Tensor, k: Tensor, scale: float) -> dict[str, Any]:

@@ -210,7 +210,6 @@ class LocalAttention(Attention):
             ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        check_names("LocalAttention.forward", options)
         return self.function(query, key, value, **self._arguments(query), return_lse=return_lse, **options)
 
     def attention_map(self, query: torch.Tensor, key: torch.Tensor, query_rows: Any, **options: Any) -> torch.Tensor:
@@ -277,5 +276,4 @@ class RingModule(Attention):
         ring = self.ring.arguments()
         if self._blocks is not None:
             ring["head_steps"] = self.head_steps
-        check_names("RingModule.forward", options)
         return self.function(query, key, value, **self._arguments(query), **ring, return_lse=return_lse, **options)

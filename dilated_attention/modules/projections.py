@@ -128,6 +128,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError(
                 "attn_mask is given; the pattern says what attends to what: use is_causal=True or key_padding_mask, and attn_mask=None"
             )
+        if "return_lse" in options:
+            raise TypeError("forward() got return_lse, and a layer returns (out, None); the attention within returns lse: layer.attention")
         key = query if key is None else key
         q, k, v = self.project(query, key, key if value is None else value, input_norm)
         options["key_padding_mask"] = _as_bool(options.get("key_padding_mask"))
@@ -249,7 +251,6 @@ class LocalMultihead(MultiheadAttention):
             ValueError, TypeError: the inputs do not fit together.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
-        check_names("LocalMultihead.forward", options)
         return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})
 
     @torch.no_grad()
@@ -313,5 +314,4 @@ class RingMultihead(MultiheadAttention):
             ValueError, TypeError: as there, or the calls differ between processes.
             RingError: a process died, stalled or made a different call.
         """
-        check_names("RingMultihead.forward", options)
         return self._computed(query, key, value, need_weights, attn_mask, input_norm, {**options})

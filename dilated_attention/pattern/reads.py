@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +18,8 @@ _VALUE_FREE = {
     getattr(torch.ops.aten, name).default
     for name in ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
 }
+# methods by which a tensor's numbers leave torch
+_LEAVING = {"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"}
 
 
 class _RecordsReads(TorchDispatchMode):
@@ -40,14 +43,27 @@ class _RecordsReads(TorchDispatchMode):
         return out
 
 
-def reads_of(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> tuple[bool, bool]:
+class _RecordsLeaving(TorchFunctionMode):
+    """Records in ``reads`` which arguments leave torch, such as for numpy, where nothing sees them read."""
+
+    def __init__(self, reads: _RecordsReads) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _LEAVING:
+            self.reads.bits |= self.reads.bits_of(args)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of(fn: Callable[..., Tensor], num_heads: int = 1) -> tuple[bool, bool]:
     """Returns whether ``fn(batch, head, query, key)`` reads the batch entry, and whether it reads the head, as seen in a call for one
-    pair."""
+    pair of ``num_heads`` heads."""
     # a function that holds tensors of a GPU only works there
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+        arguments = [torch.zeros(size, dtype=torch.int64, device=device) for size in (1, num_heads, 1, 1)]
         try:
-            with _RecordsReads(arguments) as reads:
+            with _RecordsReads(arguments) as reads, _RecordsLeaving(reads):
                 result = fn(*arguments)
             reads.bits |= reads.bits_of(result)
             return bool(reads.bits & 1), bool(reads.bits & 2)

@@ -44,7 +44,7 @@ _LAUNCH = (40e-6, 90e-6)
 # seconds per call, in addition, and of a forward that autograd records. Where kernels are short, the measured time is the CPU's
 # (benchmarks/results/2026-11-29-h200x2/last-cut.md): dense attention, one launch, took 0.09 ms forward and 0.42 forward + backward,
 # GigaPath's call of 5,308 positions 0.67
-_CALL, _RECORDED = (25e-6, 200e-6), 200e-6
+_CALL, _RECORDED = (25e-6, 180e-6), 170e-6
 # share of the peak that a kernel is assumed to reach where nothing was measured
 _ASSUMED = {"sdpa_efficient": 0.25, "xformers": 0.25, "flex": 0.3, "triton": 0.3, "math": 0.05}
 _ASSUMED_ELSE = 0.45
@@ -205,9 +205,8 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     seconds = sum(each / rate for each, rate in zip(flops, rates_of_parts, strict=True))
     if len(flops) > 1:
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
-    if (on_tiles := _seconds_on_tiles(problem, backward, backends[-1])) is not None:
-        seconds, backends, launches = on_tiles, (prepare.TILES,), 1
-        sources = ("the engine's estimate of a whole call on tiles, measured on an H200",)
+    if (on_tiles := _on_tiles(problem, backward)) is not None:
+        seconds, backends, launches, sources = on_tiles[0], (prepare.TILES,), 1, on_tiles[1:]
     # the CPU's time for the call and its launches
     host = 0.0 if gpu.is_cpu else _CALL[backward] + _RECORDED * (problem.training and not backward) + launches * _LAUNCH[backward]
     links = exposed = 0.0
@@ -231,20 +230,22 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     )  # fmt: skip
 
 
-def _seconds_on_tiles(problem: Problem, backward: bool, library: str) -> float | None:
-    """Returns the time of a call that runs whole on tiles in place of ``library``, as short ones do; None for any other."""
+def _on_tiles(problem: Problem, backward: bool) -> tuple[float, str] | None:
+    """Returns (seconds, source) of a call that runs whole on tiles in place of a library, as short ones do; None for any other."""
     pattern, gpu, N = problem.pattern, problem.machine, problem.num_positions
     if problem.world_size > 1 or gpu.is_cpu or problem.window or not isinstance(pattern, DilatedPattern):
         return None
     longest = max(-(-min(w, N) // r) for w, r in pattern.branches)
-    _, request = problem.backend(backward=backward, length=longest)
+    library, request = problem.backend(backward=backward, length=longest)
     shape, batch = whole_shape(problem.num_heads, problem.num_kv_heads, N, problem.is_causal), problem.batch_size
     if not prepare.runs_on_tiles(pattern, shape, request, batch, library):
         return None
     dtype = str(problem.dtype).removeprefix("torch.")
     peak, measured = gpu.peak(dtype), GPUS["H200 SXM"].peak(dtype)
     kernels_ms = prepare.tiles_ms(pattern, shape, request, batch) - prepare.TILES_CALL_MS
-    return kernels_ms * 1e-3 * (measured / peak if peak and measured else 1.0)
+    scale = peak / measured if peak and measured else 1.0
+    source = "the engine's estimate of a whole call on tiles, measured on an H200"
+    return kernels_ms * 1e-3 / scale, source + (f", times the ratio of peaks, {scale:.2f}" if scale != 1 else "")
 
 
 def _rate_of(problem: Problem, length: int, backward: bool, block_masks: str = "none") -> Rate:

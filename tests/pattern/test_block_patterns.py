@@ -323,6 +323,16 @@ def test_a_new_pattern_needs_one_method(is_causal: bool) -> None:
     checkers = Checkers(block_size=64)
     # nobody has to say it: lists of head 0 were once those of all
     assert checkers.per_head and not OfNoHead(block_size=64).per_head
+
+    class ByNumpy(Checkers):
+        def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+            return (queries + keys + torch.from_numpy(heads.numpy())) % 2 == 0
+
+    class LongAlone(Checkers):
+        def allowed(self, queries: torch.Tensor, keys: torch.Tensor, heads: torch.Tensor, num_positions: int) -> torch.Tensor:
+            return (queries + keys + (heads if num_positions > 64 and self.per_head else 0)) % 2 == 0
+
+    assert ByNumpy(block_size=64).per_head and LongAlone(block_size=64).per_head
     for n in (1, 64, 300, 515):
         for pattern in (checkers, checkers | LocalWindow(40, block_size=64), checkers & LocalWindow(200, block_size=64)):
             mask = pattern.dense_mask(n, n, HEADS, is_causal=is_causal)

@@ -238,7 +238,7 @@ def timed() -> Iterator[tuple[str, dict[str, Any], int | None, float, float]]:
         case, _, length = name.partition(",")[0].rpartition(" ")
         if case in cases:
             kind, is_both = "dense" if cases[case] is dense else "dilated", name.endswith("fb")
-            yield kind, cases[case] | {"num_positions": int(length), "training": is_both}, None, called, 0.35
+            yield kind, cases[case] | {"num_positions": int(length), "training": is_both}, None, called, 0.3
 
 
 @pytest.mark.parametrize(("kind", "call", "index", "ms", "near"), [*timed()])

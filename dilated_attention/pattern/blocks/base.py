@@ -175,7 +175,7 @@ class BlockPattern(Pattern):
             _living[self.__dict__["_number"]] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_number", "_spec", "_reads_heads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a copy gets a new name, since the original may be freed before it
@@ -213,8 +213,13 @@ class BlockPattern(Pattern):
         """Whether the lists differ between heads. A class of a user's own need not say it: it is whether ``allowed`` reads ``heads``."""
         if type(self).__module__.startswith("dilated_attention."):
             return False
+        if torch.compiler.is_compiling():
+            return True
         if (reads := self.__dict__.get("_reads_heads")) is None:
-            reads = torch.compiler.is_compiling() or reads_of(lambda _, head, query, key: self.allowed(query, key, head, 1))[1]
+            # what ``allowed`` itself is told if it asks
+            self._set(_reads_heads=True)
+            # it may read heads at some lengths alone
+            reads = any(reads_of(lambda _, head, query, key, n=n: self.allowed(query, key, head, n), 2)[1] for n in (1, 300, 70_000))
             self._set(_reads_heads=reads)
         return bool(reads)
 

@@ -174,6 +174,11 @@ class BlockTable(WholeBlocks):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
+    @property
+    def per_head(self) -> bool:
+        """False: a table of one head is that of all; a class whose heads differ says so."""
+        return False
+
     @abstractmethod
     def table(self, heads: slice | list[int]) -> Tensor:
         """Returns bool (heads, rows, columns) of some heads: whether the block is kept."""
