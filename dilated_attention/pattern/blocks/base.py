@@ -213,9 +213,9 @@ class BlockPattern(Pattern):
         """Whether the lists differ between heads. A class of a user's own need not say it: it is whether ``allowed`` reads ``heads``."""
         if type(self).__module__.startswith("dilated_attention."):
             return False
-        if torch.compiler.is_compiling():
-            return True
         if (reads := self.__dict__.get("_reads_heads")) is None:
+            if torch.compiler.is_compiling():
+                return True
             # what ``allowed`` itself is told if it asks
             self._set(_reads_heads=True)
             # it may read heads at some lengths alone
