@@ -13,10 +13,10 @@ from dilated_attention import (
     create_model,
     explain_backend,
 )
-from dilated_attention.factory import ATTENTION_PRESETS, EXAMPLES, KINDS, MODEL_PRESETS
+from dilated_attention.factory import ATTENTION_PRESETS, KINDS, MODEL_PRESETS
 from dilated_attention.factory.create import MODELS
 from dilated_attention.models.summary import training_bytes
-from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, geometric_branches
+from dilated_attention.pattern import LocalWindow, RandomBlocks, geometric_branches
 
 SMALL = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
 
@@ -143,13 +143,3 @@ def test_attention_presets_are_the_published_settings() -> None:
     assert gigapath.embed_dim // gigapath.num_heads == 48
     assert ATTENTION_PRESETS["longvit"].embed_dim // ATTENTION_PRESETS["longvit"].num_heads == 24
     assert ATTENTION_PRESETS["longnet"].pattern.dilation_rates == (1, 2, 4, 6, 12)
-
-
-@pytest.mark.parametrize(("num_positions", "on_tiles"), [(10_001, True), (200_000, False)])
-def test_an_explained_call_names_the_kernels_that_it_runs_on(num_positions: int, on_tiles: bool) -> None:
-    """A short dilated call runs whole on tiles, whatever a library's rate is."""
-    pattern = DilatedPattern((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
-    whole = explain_backend(hardware=EXAMPLES["hopper"], head_dim=48, num_heads=16, pattern=pattern, num_positions=num_positions)
-    assert {whole.forward == "tiles", whole.backward == "tiles"} == {on_tiles}
-    assert f"forward: {whole.forward} · backward: {whole.backward}" in str(whole)
-    assert ("estimated time" in whole.forward_basis) is on_tiles
