@@ -111,9 +111,10 @@ class ContextParallel:
         settings = checked(kind, {**options, "timeout": self.timeout, "group": place, **given})
         self.name = f"context_parallel_{next(_numbers)}"
         remember(self.name, settings)
-        self.undo.callback(forget, self.name)
-        # of a model that is gone nobody calls ``remove``
-        weakref.finalize(self, forget, self.name).atexit = False
+        # once: by ``remove``, or where nobody calls it, with the model
+        forgetting = weakref.finalize(self, forget, self.name)
+        forgetting.atexit = False
+        self.undo.callback(forgetting)
         resolved = settings_of(self.name, self.base.config)
         for option, value in given.items():
             if resolved.options[option] != value:

@@ -218,11 +218,11 @@ class MaskFunction(BlockPattern):
         if not torch.compiler.is_compiling():
             # some callables have no signature
             with contextlib.suppress(ValueError):
+                signature = inspect.signature(self.fn)
                 try:
-                    inspect.signature(self.fn).bind(*range(4))
+                    signature.bind(*range(4))
                 except TypeError as error:
-                    found = inspect.signature(self.fn)
-                    raise TypeError(f"fn takes {found}: {error}; expected a function fn(batch, head, q_idx, kv_idx) -> bool") from None
+                    raise TypeError(f"fn takes {signature}: {error}; expected a function fn(batch, head, q_idx, kv_idx) -> bool") from None
         if self.per_head is not None:
             check_bool("per_head", self.per_head)
         # under torch.compile it does not matter: a pattern that is made inside a compiled function is refused later
