@@ -100,7 +100,7 @@ class Strains:
 
     Args:
         files: FASTA files, each of a strain; strains of several species may be among them.
-        length: of a sequence.
+        length: of the longest sequence.
         device: that keeps the bases.
 
     Training shuffles the four letters of each sequence and takes either strand, so that 48 texts come of each place: a small genome is
@@ -135,18 +135,19 @@ class Strains:
         begin, end = self.bounds[strain][part]
         return begin <= start and start + self.half <= end
 
-    def _window(self, part: int, index: int, earlier: int) -> torch.Tensor:
+    def _window(self, part: int, index: int, earlier: int, half: int) -> torch.Tensor:
         i, a, j, b = self.places[part][index]
         b = max(b - earlier, self.bounds[j][part][0])
-        one, other = (self.strains[strain][start : start + self.half] for strain, start in ((i, a), (j, b)))
+        one, other = (self.strains[strain][start : start + half] for strain, start in ((i, a), (j, b)))
         return torch.cat([one, one.new_full((1,), UNKNOWN), other]).long()
 
     def random_window(self, length: int, generator: torch.Generator) -> torch.Tensor:
-        """(length + 1,) bases. The second strain begins up to a 16th of the context earlier than the first, so that no distance is that of
-        all copies."""
-        assert length == 2 * self.half
+        """(length + 1,) bases. The second strain begins up to a 16th of them earlier than the first, so that no distance is that of all
+        copies."""
+        half = length // 2
+        assert half <= self.half
         draw = functools.partial(torch.randint, size=(), generator=generator)
-        window = self._window(0, int(draw(len(self.places[0]))), int(draw(max(1, length // 16))))
+        window = self._window(0, int(draw(len(self.places[0]))), int(draw(max(1, length // 16))), half)
         window = other_strand(window) if draw(2) else window
         letters = torch.cat([torch.randperm(4, generator=generator), torch.tensor([UNKNOWN])])
         return letters.to(window.device)[window]
@@ -155,7 +156,7 @@ class Strains:
         """The same in the held-out parts, with their own letters, at most ``count`` times."""
         last = len(self.places[1]) - 1
         for i in sorted(set(torch.linspace(0, last, min(count, last + 1)).long().tolist())):
-            yield self._window(1, i, length // 64)
+            yield self._window(1, i, length // 64, length // 2)
 
     def inputs(self, window: torch.Tensor) -> torch.Tensor:
         return kmers(window[..., :-1], self.kmer, both_sides=False)

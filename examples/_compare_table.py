@@ -69,17 +69,23 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def frequent(rows: list[list[float]]) -> list[tuple[float, float]]:
+    """(lower end, bits) of the bins that have one token in 500 or more: fewer are noise."""
+    total = sum(row[2] for row in rows)
+    return [(row[0], row[3]) for row in rows if row[0] and row[2] * 500 >= total]
+
+
 def pictures(folder: Path, into: Path) -> int:
     """Draws loss over time, loss by position and loss by distance of a copy, of the best run of each attention."""
     from matplotlib.figure import Figure
 
     into.mkdir(parents=True, exist_ok=True)
-    for (data, context, _), runs in results(folder).items():
+    for (data, context, duration), runs in results(folder).items():
         best = list({run["settings"]["attention"]: run for run in reversed(runs)}.values())[::-1]
         curves = {
             "time": ("seconds of training", lambda run: [(seconds, bits) for seconds, _, bits in run["curve"]]),
-            "position": ("position in the context", lambda run: [(row[0], row[3]) for row in run["by_position"]]),
-            "copy": ("how far back the 24 symbols before stand last", lambda run: [(row[0], row[3]) for row in run["by_copy"] if row[0]]),
+            "position": ("position in the context", lambda run: frequent(run["by_position"])),
+            "copy": ("how far back the 24 symbols before stand last", lambda run: frequent(run["by_copy"])),
         }
         for name, (label, points) in curves.items():
             if not any(map(points, best)):
@@ -96,7 +102,7 @@ def pictures(folder: Path, into: Path) -> int:
                 axes.set_xscale("log", base=2)
             axes.set(xlabel=label, ylabel="held-out bits", title=f"{data}, context {context:,}")
             axes.legend(fontsize="small")
-            path = into / f"compare-{data}-{context}-{name}.png"
+            path = into / f"compare-{data}-{context}-{duration.replace(' ', '-')}-{name}.png"
             figure.savefig(path, dpi=110)
             print(path)
     return 0

@@ -8,6 +8,7 @@
 strains in a sequence. The learning rate follows the share of ``--seconds`` that is over, and evaluations stop the clock. A run that is
 called again goes on where it was stopped; of one that has ended ``--out``.json holds settings, speed, memory and the held-out bits: over
 time, by position in the context, by how far back the 24 symbols before one stood last, and of a random string that stood once.
+With ``--first-context`` sequences begin short and double in equal shares of the training, until they are ``--context`` long.
 Last line: ``done: … bits per byte``
 """
 
@@ -31,7 +32,7 @@ from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
 from recipe.trainer import Task, Trainer, generator_of
 
-from dilated_attention import create_model
+from dilated_attention import create_model, explain_backend
 from dilated_attention.models import LongNetLM
 from dilated_attention.pattern import BigBird, BlockPattern, DilatedBlocks, GlobalLocal, LocalWindow, TopBlocks, geometric_branches
 
@@ -95,6 +96,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.set_defaults(resume="auto")
     parser.add_argument("--attention", default="dense", help=", ".join(NAMES))
     parser.add_argument("--context", type=settings.number(int, 512), default=32768, help="bytes or bases of a sequence (default: 32768)")
+    parser.add_argument("--first-context", type=settings.number(int, 64), help="bytes or bases of the first sequences (default: --context)")
     parser.add_argument("--data", nargs="+", default=["bytes"], metavar="KIND", help="bytes [FOLDER], or genomes FASTA FASTA …")
     parser.add_argument("--cache", type=Path, default=Path("runs/compare-bytes.pt"), help="where the text of packages is kept")
     parser.add_argument("--tokens", type=whole, default=262_144, help="of a step (default: 262,144); at least one sequence")
@@ -121,6 +123,11 @@ class Run:
         self.data: Text | Strains
         self.data = Text(files[0] if files else None, args.cache, device) if kind == "bytes" else Strains(files, args.context, device)
         self.batch = max(1, args.tokens // args.context)
+        first = args.first_context or args.context
+        # of sequences, each for an equal share of the training
+        self.lengths = [first << i for i in range(args.context.bit_length()) if first << i <= args.context]
+        if self.lengths[-1:] != [args.context]:
+            raise ValueError(f"--first-context is {first:,}; expected --context, {args.context:,}, or a half, a quarter, an eighth … of it")
         torch.manual_seed(args.seed)
         self.model = self.build(device)
 
@@ -134,8 +141,19 @@ class Run:
         assert isinstance(model, LongNetLM)
         return model
 
-    def loss(self, sequences: Sequence[int], _: float) -> torch.Tensor:
-        windows = torch.stack([self.data.random_window(self.args.context, generator_of(self.args.seed, i)) for i in sequences])
+    def length(self, progress: float) -> int:
+        return self.lengths[min(int(progress * len(self.lengths)), len(self.lengths) - 1)]
+
+    def tokens(self, progress: float) -> int:
+        """Of a sequence; while sequences are shorter than --tokens and --context, several stand for one, so that a step has --tokens."""
+        length = self.length(progress)
+        return length * max(1, min(self.args.tokens, self.args.context) // length)
+
+    def loss(self, sequences: Sequence[int], progress: float) -> torch.Tensor:
+        length = self.length(progress)
+        generators = [generator_of(self.args.seed, i) for i in sequences]
+        count = self.tokens(progress) // length
+        windows = torch.stack([self.data.random_window(length, generator) for generator in generators for _ in range(count)])
         with precision(self.device):
             return self.model(self.data.inputs(windows), targets=self.data.targets(windows))
 
@@ -194,9 +212,9 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
         processes = Processes()
         device = processes.device
         run = Run(args, device)
-        model, tokens = run.model, run.batch * args.context
+        model = run.model
         task = Task(
-            loss=run.loss, evaluate=run.evaluate, tokens=lambda _: args.context, unit=run.data.unit, data=run.data.data,
+            loss=run.loss, evaluate=run.evaluate, tokens=run.tokens, unit=run.data.unit, data=run.data.data,
             evaluations=args.evaluations, batch=run.batch,
         )  # fmt: skip
         matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -204,7 +222,8 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
         trainer = Trainer(args, processes, model, model, [optimizer], task)
-    print(f"{args.attention}: {model.num_parameters:,} parameters, {tokens:,} {run.data.unit}s a step; {run.data.source}", flush=True)
+    size = f"{model.num_parameters:,} parameters, {run.batch * run.tokens(0):,} {run.data.unit}s a step"
+    print(f"{args.attention}: {size}; {run.data.source}", flush=True)
     run.warm_up()
     trainer.train()
     if trainer.stopped_by:
@@ -212,14 +231,28 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
     seconds, memory = trainer.done.seconds, trainer.peak_memory()
     start = time.perf_counter()
     figures = run.figures()
-    curve = [[x["seconds"], x["step"] * tokens, x["held_out/bits"]] for x in log.read(args.out) if "held_out/bits" in x]
+    curve, tokens = [], 0
+    for line in log.read(args.out):
+        # a line of a step has it, one of an evaluation has not
+        tokens += run.batch * line.get("length", 0)
+        if "held_out/bits" in line:
+            curve.append([line["seconds"], tokens, line["held_out/bits"]])
+    dense = explain_backend(
+        device=device,
+        head_dim=args.embed_dim // args.heads,
+        num_heads=args.heads,
+        is_causal=True,
+        length=args.context,
+        backend=args.backend,
+    )
     outcome = {
         "settings": json.loads(settings.save(args)) | {"data": args.data[0]},
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
-        "torch": torch.__version__, "source": run.data.source, "parameters": model.num_parameters, "steps": trainer.done.step,
-        "tokens": trainer.done.step * tokens, "seconds": seconds, "tokens_per_second": trainer.done.step * tokens / seconds,
+        "torch": torch.__version__, "dense_kernels": [dense.forward, dense.backward],
+        "source": run.data.source, "parameters": model.num_parameters, "steps": trainer.done.step,
+        "tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds,
         "peak_gib": memory, "final_evaluation_seconds": time.perf_counter() - start,
-        "curve": [*curve, [seconds, trainer.done.step * tokens, figures["bits"]]], **figures,
+        "curve": [*curve, [seconds, tokens, figures["bits"]]], **figures,
     }  # fmt: skip
     result.write_text(json.dumps(outcome) + "\n", encoding="utf-8")
     print(f"done: {figures['bits']:.4f} bits per {run.data.unit}, {outcome['tokens_per_second']:,.0f} {run.data.unit}s/s; {result}")

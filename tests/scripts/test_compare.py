@@ -93,6 +93,8 @@ def test_a_sequence_is_a_place_of_two_strains(part: Part, tmp_path: Path) -> Non
         window = strains.random_window(4096, torch.Generator().manual_seed(seed))
         far = data.copy_distance(window, 5)[2400:]
         assert len(window) == 4097 and set(window.tolist()) == {0, 1, 2, 3, 4} and float((far > 1700).double().mean()) > 0.4
+    short = strains.random_window(1024, torch.Generator().manual_seed(0))
+    assert len(short) == 1025 and int((short == 4).sum()) == 1 and float((data.copy_distance(short, 5)[600:] > 450).double().mean()) > 0.4
     assert strains.targets(window[None])[0, 2047] == -100 and strains.inputs(window[None]).max() < 5**strains.kmer
     with pytest.raises(ValueError, match="are followed by 32,768 bases; choose a smaller --context"):
         data.Strains(files, 65536, torch.device("cpu"))
@@ -124,6 +126,7 @@ def test_a_run_writes_what_came_of_it_and_goes_on(
     found = json.loads((tmp_path / "runs" / "a.json").read_text())
     assert code == 0 and said.splitlines()[-1].startswith(f"done: {found['bits']:.4f} bits per byte, ")
     assert (found["steps"], found["tokens"], found["settings"]["attention"]) == (3, 3 * 1024, "mix-window-dilated")
+    assert found["dense_kernels"] == ["sdpa_cpu", "sdpa_cpu"]
     assert [tokens for _, tokens, _ in found["curve"]] == [2048, 3072] and found["curve"][-1][2] == found["bits"]
     # four windows of 512 targets, each in one bin
     assert [row[:3] for row in found["by_position"]] == [*([2**i, 2 ** (i + 1), 4 * 2**i] for i in range(9)), [512, 1024, 4]]
@@ -144,4 +147,17 @@ def test_a_run_writes_what_came_of_it_and_goes_on(
     code, table, _ = here("compare_attention.py", "--table", tmp_path / "runs", "--pictures", tmp_path / "pictures")
     assert code == 0 and f"| mix-window-dilated | 0.001 | 0 | {longer['bits']:.4f} | {longer['bits']:.4f} |" in table
     # no 24 bytes of the held-out text stand twice in a window
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"compare-bytes-512-{x}.png" for x in ("position", "time")]
+    pictures = [f"compare-bytes-512-4-steps-{x}.png" for x in ("position", "time")]
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == pictures
+
+
+def test_sequences_that_grow(part: Part, here: Callable[..., tuple[int, str, str]], packages: Path, tmp_path: Path) -> None:
+    flags = ["--attention", "window-64", "--data", "bytes", packages, *SMALL]
+    grows = [*flags, "--tokens", "256", "--first-context", "128"]
+    assert here("compare_attention.py", *grows, "--out", tmp_path / "a")[0] == 0
+    # two of 128, one of 256, one of 512
+    lengths = [line["length"] for line in part("recipe.log").read(tmp_path / "a") if "length" in line]
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert lengths == [256, 256, 512] and found["tokens"] == 1024 and [x[1] for x in found["curve"]] == [512, 1024]
+    code, _, said = here("compare_attention.py", *flags, "--first-context", "100", "--out", tmp_path / "b")
+    assert code == 2 and "--first-context is 100; expected --context, 512, or a half, a quarter, an eighth … of it" in said
