@@ -99,7 +99,7 @@ class Strains:
     about half a context apart.
 
     Args:
-        files: FASTA files, each of a strain; strains of several species may be among them.
+        files: FASTA files, each of a strain, of either strand; strains of several species may be among them.
         length: of the longest sequence.
         device: that keeps the bases.
 
@@ -113,13 +113,20 @@ class Strains:
         if len(files) < 2:
             raise ValueError(f"--data genomes has {len(files)} files; expected FASTA files of at least two strains")
         genomes = [read_genome(path) for path in files]
-        strains = [genome.symbols for genome in genomes]
+        strains: list[torch.Tensor] = []
+        coded: list[torch.Tensor] = []
+        for genome in genomes:
+            strand = genome.symbols.to(device=device, dtype=torch.uint8)
+            # files hold either strand: the one that has more places in common with those before
+            ways = [(way, codes_of(way, 5)) for way in (strand, other_strand(strand))]
+            way, code = max(ways, key=lambda x: sum(len(anchors(x[1], earlier, 4096)) for earlier in coded))
+            strains.append(way)
+            coded.append(code)
         cuts = [int(len(strain) * self.share) for strain in strains]
         self.source = f"{len(strains)} strains, the first {genomes[0].name}"
-        self.half, self.strains = length // 2, [strain.to(device=device, dtype=torch.uint8) for strain in strains]
+        self.half, self.strains = length // 2, strains
         # (begin, end) of the training part and of the held-out part, of each
         self.bounds = [[(0, cut), (cut, len(strain))] for cut, strain in zip(cuts, strains, strict=True)]
-        coded = [codes_of(strain, 5) for strain in strains]
         # (strain, place, other strain, its place)
         common = [(i, a, j, b) for i, one in enumerate(coded) for j, x in enumerate(coded) if i != j for a, b in anchors(one, x)]
         self.places = [[x for x in common if self._fits(part, *x[:2]) and self._fits(part, *x[2:])] for part in (0, 1)]
@@ -129,7 +136,7 @@ class Strains:
                 f"{len(self.places[0]):,} and {len(self.places[1]):,} (held out) are followed by {self.half:,} bases; choose a smaller "
                 "--context, or strains that are more alike"
             )
-        self.data = hashlib.sha256(torch.cat(strains).numpy().tobytes()).hexdigest()[:16]
+        self.data = hashlib.sha256(torch.cat(strains).cpu().numpy().tobytes()).hexdigest()[:16]
 
     def _fits(self, part: int, strain: int, start: int) -> bool:
         begin, end = self.bounds[strain][part]

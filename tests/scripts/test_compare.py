@@ -78,11 +78,12 @@ def test_a_sequence_is_a_place_of_two_strains(part: Part, tmp_path: Path) -> Non
     draw = torch.Generator().manual_seed(0)
     one = torch.randint(4, (40_000,), generator=draw)
     other = one.where(torch.rand(len(one), generator=draw) > 0.01, 3 - one)
-    for name, symbols in (("a", one), ("b", other)):
+    # the second file holds the other strand
+    for name, symbols in (("a", one), ("b", data.other_strand(other))):
         (tmp_path / f"{name}.fa").write_text(f">{name}\n{BASES.decode(symbols)}\n")
     files = [tmp_path / "a.fa", tmp_path / "b.fa"]
     strains = data.Strains(files, 4096, torch.device("cpu"))
-    assert len(strains.strains) == 2 and all(strains.places)
+    assert len(strains.strains) == 2 and all(strains.places) and strains.strains[1].tolist() == other.tolist()
     cut = strains.bounds[0][0][1]
     assert cut == 30_000 and strains.bounds[0][1] == (cut, len(one))
     for window in strains.held_out(4096, 4):
