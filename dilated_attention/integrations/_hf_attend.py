@@ -121,7 +121,7 @@ def attend(
         rank = place_in(group_of(name))[0] if settings.is_shared else 0
         _check_documents(name, mask, kwargs.get("position_ids"), kwargs.get("seq_idx"), query.shape[2], rank)
     if window is not None and settings.kind != "ring" and (sliding_window is not None or not mask_decides):
-        _warn_of_windows_only(name, config)
+        _warn_of_windows_only(config)
     if settings.kind == "block_sparse" and window is None:
         # checked here, while the rows of a packed batch are still apart
         pattern: Any = settings.pattern
@@ -352,14 +352,14 @@ def _check_documents(name: str, mask: KeyMask, position_ids: Any, seq_idx: Any, 
         mask.checked.extend(unread)
 
 
-def _warn_of_windows_only(name: str, config: Any) -> None:
-    """Warns that a registered name has no effect, if every layer of the model has a sliding window."""
+def _warn_of_windows_only(config: Any) -> None:
+    """Warns that a registered pattern has no effect, if every layer of the model has a sliding window."""
     if torch.compiler.is_compiling():
         return
     kinds = getattr(config, "layer_types", None)
     if kinds is None or all(kind == "sliding_attention" for kind in kinds):
         warnings.warn(
-            f'attn_implementation="{name}" changes nothing in {type(config).__name__}: '
+            f"the registered pattern changes nothing in {type(config).__name__}: "
             "all its layers have sliding windows, which stay as the model was trained. "
             "To spread the layers over the whole sequence, "
             + ("set config.sliding_window = None" if kinds is None else 'build the model with layer_types=["full_attention", …]')

@@ -447,7 +447,8 @@ def _bounds_of(whole: Mapping[str, Any], length: int) -> torch.Tensor | None:
         return None
     if starts.shape[0] > 1:
         raise ValueError(
-            f"position_ids or seq_idx begin anew in {starts.shape[0]} rows: packed documents are one row; expected (1, sum of lengths)"
+            f"position_ids or seq_idx begin anew in {starts.shape[0]} rows: packed documents are one row; expected (1, sum of lengths), as "
+            "DataCollatorWithFlattening makes them"
         )
     # padding before the first token is no part of its document, whose segments begin there
     starts[0, 0 if real is None else real[0].int().argmax()] = True

@@ -161,7 +161,10 @@ class ContextParallel:
             )
         if self.size > 1 and module.training and options.get("dropout"):
             # pairs are dropped by seed and position, and shards of unequal length draw unequal seeds
-            raise ValueError(f"{type(module).__name__} drops {options['dropout']} of its pairs; expected 0 on several processes")
+            raise ValueError(
+                f"{type(module).__name__} drops {options['dropout']} of its pairs; expected 0 on several processes: set the dropout of "
+                "attention in its config, e.g. attention_dropout=0.0"
+            )
         return attend(self.name, module, query, key, value, attention_mask, **options)
 
     def _mask(self, *args: Any, **kwargs: Any) -> Any:
@@ -328,7 +331,9 @@ def _check_inputs(given: dict[str, Any], config: Any, size: int) -> None:
     """Refuses, by ValueError or TypeError, inputs that cannot be cut into a part for each process."""
     length = sequence_of(given).shape[1]
     if length < size:
-        raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each")
+        raise ValueError(
+            f"a sequence of {length} positions for {size} processes; expected at least one for each: drop or pad it, or pack it with others"
+        )
     if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
         raise ValueError(
             "output_router_logits is True: the router's loss is no sum over positions; expected False (of TRL's SFTTrainer "
