@@ -33,7 +33,7 @@ from dilated_attention.pattern import (
     with_sparsity,
 )
 from dilated_attention.testing import Case, Inputs, plain_attention
-from dilated_attention.testing.cases import random_branches
+from dilated_attention.testing.cases import random_blocks, random_branches
 
 D = 8
 LAYOUTS = ("stretch", "pages", "round")
@@ -222,6 +222,15 @@ def test_patterns_are_those_of_every_prefix_or_refused(pattern: BlockPattern) ->
         q, k, v = make(400)
         with pytest.raises(ValueError, match="is_prefix_stable"):
             decode_attention(q[:, :1], k, v, torch.tensor([0, 0]), pattern)
+
+
+def test_drawn_patterns_that_claim_it_are_those_of_every_prefix() -> None:
+    drawn = [random_blocks(random.Random(seed), 2, 200, (64, 64), any_length=True, depth=1) for seed in range(60)]
+    claims = [pattern for pattern in drawn if pattern.is_prefix_stable]
+    assert len({type(pattern) for pattern in claims}) > 4
+    for pattern in claims:
+        whole = pattern.dense_mask(200, 200, 2, is_causal=True)
+        assert all(torch.equal(pattern.dense_mask(n, n, 2, is_causal=True), whole[:, :n, :n]) for n in (1, 64, 65, 150)), pattern
 
 
 def test_bad_input() -> None:

@@ -44,9 +44,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def signature_of(value: Any) -> dict[str, str]:
-    """Returns parameter → default, as ``help`` shows them."""
+    """Returns parameter → default: those by place in their order, then those by keyword, sorted."""
     parameters: dict[str, str] = {}
-    for parameter in inspect.signature(value).parameters.values():
+    for parameter in sorted(inspect.signature(value).parameters.values(), key=lambda x: x.name if x.kind is x.KEYWORD_ONLY else ""):
         default = "required" if parameter.default is inspect.Parameter.empty else repr(parameter.default)
         mark = {"KEYWORD_ONLY": "", "VAR_KEYWORD": "**", "VAR_POSITIONAL": "*"}.get(parameter.kind.name, "by place ")
         parameters[f"{mark}{parameter.name}"] = re.sub(r" at 0x[0-9a-f]+", "", default)

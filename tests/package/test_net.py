@@ -16,5 +16,7 @@ from tests.helpers import net
 )
 def test_what_users_see_is_as_it_was(name: str, made: object) -> None:
     before, now = json.loads(net.FILE.read_text(encoding="utf-8"))[name], made()  # type: ignore[operator]
-    different = {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
+    # as text, which has the order of parameters by place
+    texts = {key: (json.dumps(before.get(key)), json.dumps(now.get(key))) for key in {**before, **now}}
+    different = {key: pair for key, pair in texts.items() if pair[0] != pair[1]}
     assert not different, f"python -m tests.helpers.net writes a new file, if these {len(different)} are meant: {different}"

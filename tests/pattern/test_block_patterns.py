@@ -539,6 +539,7 @@ def test_a_pattern_in_a_new_file_is_public_has_a_spec_and_is_drawn(tmp_path: Pat
     assert pattern_from_spec(every_few(3).spec()) == every_few(3)
     with pytest.raises(ValueError, match="step is 0; expected an integer ≥ 1"):
         every_few(0)
+    assert {every_few.random(random.Random(seed)).step for seed in range(100)} == set(range(1, 10))
     drawn = [random_blocks(random.Random(seed), 2, 300, (64, 64), any_length=True, depth=0) for seed in range(100)]
     assert any(isinstance(pattern, every_few) for pattern in drawn)
     del own["EveryFew"]

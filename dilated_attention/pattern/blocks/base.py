@@ -160,7 +160,8 @@ class BlockPattern(Pattern):
     def random(cls, draw: Any, **fields: Any) -> BlockPattern:
         """Returns a pattern for ``testing.random_case``, with drawn integers in the fields of ``limits``. A class with other fields without
         a default draws these, too. ``draw``: a ``random.Random``, or anything with its ``randint`` and ``choice``."""
-        return cls(**{name: least + draw.randint(0, draw.choice([3, 150])) for name, least, _ in cls.limits} | fields)
+        drawn = {name: draw.randint(least, min(most, least + draw.choice([3, 150]))) for name, least, most in cls.limits}
+        return cls(**drawn | fields)
 
     def arguments(self) -> dict[str, Any]:
         """Returns what the constructor takes to make an equal pattern."""
