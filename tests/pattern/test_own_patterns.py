@@ -11,11 +11,13 @@ from dilated_attention.pattern import (
     Axial,
     BigBird,
     BlockPattern,
+    BlockTensor,
     Causal,
     DilatedBlocks,
     Document,
     GlobalLocal,
     LocalWindow,
+    MaskFunction,
     PerHead,
     RandomBlocks,
     Strided,
@@ -34,19 +36,20 @@ def by_hand(mask: Tensor) -> Tensor:
 BASES = [
     LocalWindow(100, block_size=64), Causal(block_size=64), GlobalLocal(90, 70, block_size=64), BigBird(9, 70, 1, block_size=64),
     Strided(2, 1, block_size=64), DilatedBlocks(1, 3, block_size=64), Axial(64, block_size=64), RandomBlocks(0.5, block_size=64),
-    Document((130, 170), block_size=64),
+    Document((130, 170), block_size=64), BlockTensor(torch.eye(5, dtype=torch.bool), block_size=64),
+    MaskFunction(lambda batch, head, q_idx, kv_idx: q_idx >= kv_idx, block_size=64), LocalWindow(9) | Causal(), LocalWindow(9) & Causal(),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_derived_class_is_what_its_own_definition_says(base: BlockPattern, is_causal: bool) -> None:
-    class EvenKeys(type(base)):  # type: ignore[misc]
+    class SomeKeys(type(base)):  # type: ignore[misc]
         def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
             # some pairs of its base, and some that its base does not keep
             return (super().allowed(queries, keys, heads, num_positions) & (keys % 2 == 0)) | (keys == queries - 201)
 
-    pattern = EvenKeys(**base.arguments())
+    pattern = SomeKeys(**base.arguments())
     mask = pattern.dense_mask(N, N, H, is_causal=is_causal)
     for one in (pattern, pattern | pattern, PerHead([pattern] * H)):
         torch.testing.assert_close(block_sparse_attention(Q, K, V, one, is_causal=is_causal), by_hand(mask))
