@@ -17,7 +17,7 @@ from dilated_attention.functional.arguments import attend, autocast, checked_set
 from dilated_attention.functional.calls import checked_pattern
 from dilated_attention.functional.options import DEFAULTS, BranchOptions, MapOptions, Options, check_names, shows_options
 from dilated_attention.pattern import BlockPattern, DilatedPattern, TopBlocks
-from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of, shown
+from dilated_attention.pattern.checks import as_int, as_int_tuple, differs, one_of, shown
 
 # keys scored at a time, and the number of scores that a chunk of rows may hold (64 MiB in float32)
 CHUNK = 32768
@@ -213,7 +213,7 @@ def checked_patterns(
     of_branches = {name: getattr(options, name) for name in BranchOptions.__annotations__}
     if segment_lengths is None:
         for name, value in of_branches.items():
-            if value != DEFAULTS[name]:
+            if differs(value, DEFAULTS[name]):
                 raise ValueError(
                     f"{name} is {shown(value)} and applies only to branches; give segment_lengths and dilation_rates, or leave it out"
                 )

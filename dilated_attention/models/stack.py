@@ -24,7 +24,7 @@ from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.validation import check_bool, check_key_padding_mask, refuse_where
+from dilated_attention.validation import check_bool, check_key_padding_mask, check_plain, refuse_where
 
 
 class ModelOptions(TypedDict, total=False):
@@ -104,6 +104,7 @@ def padding_of(function: str, x: Any, options: PaddingOptions, **others: Any) ->
         if not isinstance(mask, torch.Tensor) or mask.is_floating_point():
             got = mask.dtype if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
             raise TypeError(f"attention_mask is {got}; expected a tensor of integers or bool, 1 = token and 0 = padding")
+        check_plain(name, mask, "a tensor of integers or bool")
         way_out = "expected 1 = token and 0 = padding: documents of one row are told by cu_seqlens"
         refuse_where(mask.long() * (mask.long() - 1) != 0, f"attention_mask has other values than 0 and 1; {way_out}")
         mask = mask == 0

@@ -43,6 +43,11 @@ def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | 
     return number
 
 
+def differs(value: Any, default: Any) -> bool:
+    """Whether an argument of any type is not the default, a plain value: of tensors and arrays ``!=`` is no bool, so all of them do."""
+    return bool(getattr(value, "ndim", 0) or value != default)
+
+
 def check_number(name: str, value: Any, expected: str) -> None:
     """Raises TypeError if a value is no int or float, as a bool is not; ``expected`` says which numbers are."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -56,8 +61,9 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def as_int_tuple(name: str, values: Any, *, minimum: int | None = None, maximum: int | None = None) -> tuple[int, ...]:
-    # numpy and torch vectors are not a Sequence, but users compute lengths with them
-    if hasattr(values, "tolist") and getattr(values, "ndim", 1) == 1:
+    # numpy and torch vectors are not a Sequence, but users compute lengths with them. Those that hold no list of numbers are refused below
+    is_held = not getattr(values, "is_sparse", False) and not getattr(values, "is_meta", False)
+    if is_held and hasattr(values, "tolist") and getattr(values, "ndim", 1) == 1:
         values = values.tolist()
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")

@@ -16,7 +16,7 @@ from dilated_attention.engine.ops.settings import DENSE, dense_form, pattern_of
 from dilated_attention.factory import EXAMPLES
 from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.checks import as_int, differs, one_of, shown
 from dilated_attention.planning.gpus import Gpu, machine_of
 from dilated_attention.validation import DTYPES, MAX_HEAD_DIM, check_bool, check_counts
 
@@ -138,7 +138,7 @@ def make_problem(
     for name, value, usual, takers in (
         ("world_size", world_size, 1, RINGS), ("layout", layout, None, RINGS), ("exchange", exchange, "auto", ("ring", "ring_dilated"))
     ):  # fmt: skip
-        if value != usual and kind not in takers:
+        if differs(value, usual) and kind not in takers:
             why = "has none" if kind in RINGS else "one process computes"
             raise ValueError(
                 f"{name} is {shown(value)} and kind is {kind!r}, which {why}; take one of {', '.join(takers)}, or leave it out"

@@ -44,6 +44,11 @@ ABSENT, PARTIAL, FULL = 0, 1, 2
 OBJECT, _CLASS = "object:", "pattern"
 # all pattern classes by name, and the patterns that hold objects by the number in their specs
 _classes: dict[str, type[BlockPattern]] = {}
+# the names of classes that were defined again. What is remembered by the spec of a pattern holds while there are no more of them
+redefined: list[str] = []
+# a method that defines a pattern → what says the same faster, or promises something of it
+_ALL_FORMS = "columns", "classify", "entries", "interval", "mask_mod", "causal", "is_prefix_stable"
+_FORMS = {"allowed": _ALL_FORMS, "keeps": ("columns", "is_prefix_stable"), "reach": ("is_prefix_stable",)}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 # one of ``BlockPattern.limits``
@@ -147,8 +152,15 @@ class BlockPattern(Pattern):
         known = _classes.get(cls.__name__)
         if known is not None and known.__module__ != cls.__module__:
             raise TypeError(f"{cls.__module__}.{cls.__name__} has the name of {known.__module__}.{known.__name__}: give it another name")
+        if known is not None:
+            redefined.append(cls.__name__)
         _classes[cls.__name__] = cls
         _read_once.cache_clear()
+        # a class that is derived from one of the library's may keep other pairs, of which its bases' faster forms know nothing
+        if not cls.__module__.startswith("dilated_attention."):
+            forms = {name for definition in _FORMS if definition in vars(cls) for name in _FORMS[definition]}
+            for name in forms - vars(cls).keys():
+                setattr(cls, name, vars(BlockPattern)[name])
 
     def __post_init__(self) -> None:
         self._set_blocks(checked_block_size(self.block_size))
@@ -188,15 +200,15 @@ class BlockPattern(Pattern):
         if torch.compiler.is_compiling():
             return _text(_plain(self))
         # computed once, since every call of an op needs it
-        if "_spec" not in self.__dict__:
+        if self.__dict__.get("_spec", ("", -1))[1] != len(redefined):
             attributes = vars(type(self))
             if "__init__" in attributes and "__dataclass_fields__" not in attributes:
                 raise TypeError(
                     f"{type(self).__name__} has an __init__ of its own and is not a dataclass, so two of them cannot be told apart; "
                     "write its arguments as fields and decorate it with @dataclass(frozen=True)"
                 )
-            self._set(_spec=_text(_plain(self)))
-        spec: str = self.__dict__["_spec"]
+            self._set(_spec=(_text(_plain(self)), len(redefined)))
+        spec: str = self.__dict__["_spec"][0]
         return spec
 
     @functools.cached_property
@@ -417,6 +429,8 @@ def _plain(value: Any) -> Any:
             if number is None:
                 raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
             return f"{OBJECT}{operator.index(number)}"
+        if not torch.compiler.is_compiling() and _classes[type(value).__name__] is not type(value):
+            raise TypeError(f"{value!r} is older than the class {type(value).__name__}, which was defined again; expected a new one of it")
         return {_CLASS: type(value).__name__} | {name: _plain(x) for name, x in value.arguments().items()}
     if isinstance(value, tuple):
         return [_plain(x) for x in value]
@@ -468,16 +482,6 @@ def elements_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.repeat_interleave(counts, output_size=total)
     # range i begins at place ends[i] − counts[i] of the result
     return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
-
-
-def ordered(numbers: Tensor, end: int) -> tuple[Tensor, Tensor]:
-    """Returns distinct int64 numbers from 0 below ``end`` in ascending order, and where each of them was."""
-    if numbers.is_cuda or end > 16 * len(numbers):
-        return numbers.sort()
-    # on a CPU, marking them takes a third of the time of sorting them
-    place = numbers.new_full((end,), -1).scatter_(0, numbers, torch.arange(len(numbers), device=numbers.device))
-    ascending = (place >= 0).nonzero()[:, 0]
-    return ascending, place.index_select(0, ascending)
 
 
 def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:

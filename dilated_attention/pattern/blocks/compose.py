@@ -56,7 +56,7 @@ class _Composite(BlockPattern):
     @classmethod
     def of(cls, *patterns: BlockPattern) -> _Composite:
         """Returns the composition of patterns. Of one that is a composition of this class, the parts are taken: (a | b) | c has three."""
-        return cls(tuple(part for pattern in patterns for part in (pattern.parts if isinstance(pattern, cls) else (pattern,))))
+        return cls(tuple(part for pattern in patterns for part in (pattern.parts if type(pattern) is cls else (pattern,))))
 
     @property
     def per_head(self) -> bool:

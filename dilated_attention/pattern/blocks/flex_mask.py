@@ -232,7 +232,7 @@ class MaskFunction(BlockPattern):
     is_prefix_stable = True
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        return self.mask_mod(num_positions, 0)(torch.zeros_like(heads), heads, queries, keys)
+        return MaskFunction.mask_mod(self, num_positions, 0)(torch.zeros_like(heads), heads, queries, keys)
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         # a function may index tables of N entries with positions
