@@ -500,10 +500,9 @@ def test_a_class_defined_again_replaces_the_old_one() -> None:
         return Rewritten
 
     first = define(1)(5)
-    spec = first.spec()
-    assert pattern_from_spec(spec) == first
+    assert pattern_from_spec(first.spec()) == first
     second = define(2)(5)
-    assert spec == second.spec() and type(pattern_from_spec(spec)) is type(second)
+    assert first.spec() == second.spec() and type(pattern_from_spec(second.spec())) is type(second)
 
 
 def test_a_class_that_cannot_be_told_apart_is_refused() -> None:

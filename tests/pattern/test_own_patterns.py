@@ -58,6 +58,20 @@ def test_a_derived_class_is_what_its_own_definition_says(base: BlockPattern, is_
         decode_attention(Q[:, :1], K, V, torch.tensor([0]), pattern)
 
 
+@pytest.mark.parametrize("base", [base for base in BASES if not isinstance(base, RandomBlocks)], ids=lambda base: type(base).__name__)
+def test_a_derived_class_whose_heads_differ(base: BlockPattern) -> None:
+    class Nearer(type(base)):  # type: ignore[misc]
+        def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
+            return super().allowed(queries, keys, heads, num_positions) & (keys >= queries - 4 * (heads + 1))
+
+    # a mask function's own statement is taken, if it makes one
+    pattern = Nearer(**{name: value for name, value in base.arguments().items() if name != "per_head"})
+    assert pattern.per_head
+    mask = pattern.dense_mask(N, N, H)
+    assert not torch.equal(*mask)
+    torch.testing.assert_close(block_sparse_attention(Q, K, V, pattern), by_hand(mask))
+
+
 def test_a_derived_window_with_a_reach_of_its_own() -> None:
     class Farther(LocalWindow):
         def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:

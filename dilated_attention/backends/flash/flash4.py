@@ -20,8 +20,8 @@ from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, C
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.mask_convert import window_sizes
-from dilated_attention.pattern.blocks.base import elements_of
 from dilated_attention.pattern.blocks.block_lists import BlockLists
+from dilated_attention.pattern.blocks.whole_blocks import elements_of
 
 # launches over parts of the columns that run side by side; each additional one takes memory for its dq
 _MOST_CONCURRENT = 3

@@ -44,7 +44,7 @@ ABSENT, PARTIAL, FULL = 0, 1, 2
 OBJECT, _CLASS = "object:", "pattern"
 # all pattern classes by name, and the patterns that hold objects by the number in their specs
 _classes: dict[str, type[BlockPattern]] = {}
-# the names of classes that were defined again. What is remembered by the spec of a pattern holds while there are no more of them
+# names of classes that were defined again: what is remembered by a pattern's spec holds until there is one more
 redefined: list[str] = []
 # a method that defines a pattern → what says the same faster, or promises something of it
 _ALL_FORMS = "columns", "classify", "entries", "interval", "mask_mod", "causal", "is_prefix_stable"
@@ -161,6 +161,9 @@ class BlockPattern(Pattern):
             forms = {name for definition in _FORMS if definition in vars(cls) for name in _FORMS[definition]}
             for name in forms - vars(cls).keys():
                 setattr(cls, name, vars(BlockPattern)[name])
+            above = inspect.getattr_static(cls, "per_head")
+            if forms and "per_head" not in vars(cls) and isinstance(above, property):
+                cls.per_head = property(lambda self: above.__get__(self) or BlockPattern.per_head.__get__(self))  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         self._set_blocks(checked_block_size(self.block_size))
@@ -200,15 +203,15 @@ class BlockPattern(Pattern):
         if torch.compiler.is_compiling():
             return _text(_plain(self))
         # computed once, since every call of an op needs it
-        if self.__dict__.get("_spec", ("", -1))[1] != len(redefined):
+        if "_spec" not in self.__dict__:
             attributes = vars(type(self))
             if "__init__" in attributes and "__dataclass_fields__" not in attributes:
                 raise TypeError(
                     f"{type(self).__name__} has an __init__ of its own and is not a dataclass, so two of them cannot be told apart; "
                     "write its arguments as fields and decorate it with @dataclass(frozen=True)"
                 )
-            self._set(_spec=(_text(_plain(self)), len(redefined)))
-        spec: str = self.__dict__["_spec"][0]
+            self._set(_spec=_text(_plain(self)))
+        spec: str = self.__dict__["_spec"]
         return spec
 
     @functools.cached_property
@@ -420,6 +423,16 @@ def _read(spec: str) -> BlockPattern:
 _read_once = functools.lru_cache(maxsize=256)(_read)
 
 
+def refuse_replaced(value: Any) -> None:
+    """Raises TypeError for a pattern, or a part of one, whose class was defined again: its spec names the new class."""
+    if isinstance(value, BlockPattern):
+        if _classes[type(value).__name__] is not type(value):
+            raise TypeError(f"{value!r} is older than the class {type(value).__name__}, which was defined again; expected a new one of it")
+        value = tuple(value.arguments().values())
+    for part in value if isinstance(value, tuple) else ():
+        refuse_replaced(part)
+
+
 def _plain(value: Any) -> Any:
     """Returns a pattern or the value of a field as plain data for JSON, which ``_value`` reads: patterns as dicts, tuples as lists.
     torch.compile traces this code, as a pattern may be made inside a compiled function."""
@@ -429,8 +442,6 @@ def _plain(value: Any) -> Any:
             if number is None:
                 raise RuntimeError("a pattern that holds a function or a tensor is made inside a compiled function; make it outside")
             return f"{OBJECT}{operator.index(number)}"
-        if not torch.compiler.is_compiling() and _classes[type(value).__name__] is not type(value):
-            raise TypeError(f"{value!r} is older than the class {type(value).__name__}, which was defined again; expected a new one of it")
         return {_CLASS: type(value).__name__} | {name: _plain(x) for name, x in value.arguments().items()}
     if isinstance(value, tuple):
         return [_plain(x) for x in value]
@@ -471,17 +482,6 @@ def _value(written: Any) -> Any:
 
 def checked_positions(num_positions: Any) -> int:
     return as_int("num_positions", num_positions, minimum=0, maximum=MAX_POSITIONS)
-
-
-def elements_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (i, x) for every x in range i, [low[i], high[i]), in order: [2, 7) and [5, 4) and [0, 1) give i = 0 0 0 0 0 2 and
-    x = 2 3 4 5 6 0. It takes one host synchronization."""
-    counts = (high - low).clamp(min=0)
-    ends = counts.cumsum(0)
-    total = int(ends[-1]) if ends.numel() else 0
-    index = torch.repeat_interleave(counts, output_size=total)
-    # range i begins at place ends[i] − counts[i] of the result
-    return index, (low - ends + counts)[index] + torch.arange(total, device=low.device)
 
 
 def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, divided, head_of
-from dilated_attention.pattern.blocks.window import ordered
+from dilated_attention.pattern.blocks.whole_blocks import ordered
 from dilated_attention.pattern.checks import check_bool
 
 T = TypeVar("T")

@@ -227,7 +227,11 @@ class MaskFunction(BlockPattern):
             check_bool("per_head", self.per_head)
         # under torch.compile it does not matter: a pattern that is made inside a compiled function is refused later
         reads_batch, reads_head = (False, False) if torch.compiler.is_compiling() else reads_of(self.fn)
-        self._set(reads_batch=reads_batch, per_head=reads_head if self.per_head is None else self.per_head)
+        is_given = self.per_head is not None
+        self._set(reads_batch=reads_batch, per_head=self.per_head if is_given else reads_head)
+        if not is_given and not self.per_head:
+            # a derived class may read heads itself
+            self._set(per_head=BlockPattern.per_head.__get__(self))
 
     is_prefix_stable = True
 

@@ -18,10 +18,9 @@ from dilated_attention.pattern.blocks.base import (
     MaskMod,
     States,
     divided,
-    elements_of,
     state_of,
 )
-from dilated_attention.pattern.blocks.whole_blocks import hashed
+from dilated_attention.pattern.blocks.whole_blocks import elements_of, hashed, ordered
 from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple, shown
 
 
@@ -313,13 +312,3 @@ class BigBird(GlobalLocal):
 
     def cost(self, grid: Grid) -> float:
         return min(super().cost(grid) + self.random_blocks, grid.num_columns)
-
-
-def ordered(numbers: Tensor, end: int) -> tuple[Tensor, Tensor]:
-    """Returns distinct int64 numbers from 0 below ``end`` in ascending order, and where each of them was."""
-    if numbers.is_cuda or end > 16 * len(numbers):
-        return numbers.sort()
-    # on a CPU, marking them takes a third of the time of sorting them
-    place = numbers.new_full((end,), -1).scatter_(0, numbers, torch.arange(len(numbers), device=numbers.device))
-    ascending = (place >= 0).nonzero()[:, 0]
-    return ascending, place.index_select(0, ascending)
