@@ -275,7 +275,7 @@ def test_sparsity_of_causal_pairs_and_of_unions() -> None:
 def test_specs_copies_and_pickles(pattern: BlockPattern) -> None:
     again = pattern_from_spec(pattern.spec())
     assert again == pattern and hash(again) == hash(pattern) and again.spec() == pattern.spec()
-    if not pattern.holds_objects:
+    if not pattern.is_bound_to_process:
         assert pickle.loads(pickle.dumps(pattern)) == copy.deepcopy(pattern) == pattern
         assert hasattr(pattern, "parts") or hasattr(pattern, "patterns") or eval(repr(pattern), vars(patterns)) == pattern
     # configurations of models hold them
