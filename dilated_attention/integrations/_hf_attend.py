@@ -16,7 +16,7 @@ import torch
 from dilated_attention.functional import attention, block_sparse_attention, dilated_attention, ring_attention, ring_dilated_attention
 from dilated_attention.functional.arguments import autocast, needs_grad, place_in
 from dilated_attention.functional.decode import decode_attention
-from dilated_attention.integrations._hf_mask import KeyMask, document_starts, mask_of_tensor, packed_bounds
+from dilated_attention.integrations._hf_mask import OF_TRANSFORMERS, KeyMask, document_starts, mask_of_tensor, packed_bounds
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, OF_PATTERNS, Settings, group_of, settings_of
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 from dilated_attention.validation import refuse_where
@@ -194,7 +194,7 @@ def _layer_mask(
         if mask.num_keys != num_keys:
             raise ValueError(
                 f"attention {name!r}: the layer passes {num_keys} keys, and its mask was made for {mask.num_keys}; "
-                'expected one cache whose layers are equally long. Load this model with attn_implementation="sdpa"'
+                f"expected one cache whose layers are equally long. Load this model with {OF_TRANSFORMERS}"
             )
         # a layer that is not causal itself may leave causality to its mask
         if is_causal is not None and is_causal != mask.is_causal and (is_causal or module_is_causal):
@@ -202,7 +202,7 @@ def _layer_mask(
                 f"attention {name!r}: is_causal={is_causal} is given to a layer whose mask is "
                 f"{'causal' if mask.is_causal else 'not causal'}; "
                 f"set config.is_causal = {is_causal}, from which later releases of 5.x make the mask, or load this model with "
-                'attn_implementation="sdpa"'
+                + OF_TRANSFORMERS
             )
     else:
         layer_is_causal = module_is_causal if is_causal is None else is_causal
@@ -231,7 +231,7 @@ def _layer_mask(
         raise ValueError(
             f"attention {name!r}: {num_queries} queries and {num_keys} keys in a layer that is not causal; "
             "expected self-attention, whose queries and keys are the same positions. "
-            'Load a model with cross-attention, or one that is not causal and has a cache, with attn_implementation="sdpa"'
+            f"Load a model with cross-attention, or one that is not causal and has a cache, with {OF_TRANSFORMERS}"
         )
     return mask
 
@@ -266,7 +266,7 @@ def _check_arguments(name: str, module: torch.nn.Module, config: Any, kwargs: di
         raise ValueError(
             f"attention {name!r} in a model with cross-attention ({type(module).__name__}), "
             "whose queries and keys are positions of two sequences; "
-            'expected an encoder or a decoder alone. Load it with attn_implementation="sdpa"'
+            f"expected an encoder or a decoder alone. Load it with {OF_TRANSFORMERS}"
         )
 
 
@@ -280,7 +280,7 @@ def _check_tensor_mask(name: str, settings: Settings, mask: KeyMask) -> None:
     if pattern is None or sees_all:
         return
     dense = "pattern=LocalWindow((None, None))" if settings.kind == "block_sparse" else "one segment over everything and rate 1"
-    way_out = f'expected causality and padding alone, or dense settings: {dense}. Or attn_implementation="sdpa"'
+    way_out = f"expected causality and padding alone, or dense settings: {dense}. Or {OF_TRANSFORMERS}"
     if mask.window is not None:
         raise ValueError(
             f"attention {name!r}: attention_mask keeps keys within {mask.window} of a query, in a layer that has no window of its own and "
@@ -294,10 +294,12 @@ def _check_shards(name: str, settings: Settings, mask: KeyMask, rows: int, is_pa
     """Raises ValueError for a cache, or for documents of a shard, where processes share the sequence. ``rows``: queries on this process;
     ``is_packed``: the layer was given bounds of documents."""
     if mask.query_offset or mask.num_filled != rows:
+        # "dilated" has the settings of "ring_dilated", not those of a name of one's own
+        dilated = 'attn_implementation="dilated"' if name == "ring_dilated" else "a name that has kind='dilated' and the same branches"
         raise ValueError(
             f"attention {name!r}: {rows} queries at position {mask.query_offset} of {mask.num_filled} keys, from a cache, "
             "which a sequence sharded over processes does not have; expected the whole sequence in one forward. "
-            f"Decode with model.set_attn_implementation({'sdpa' if settings.kind == 'ring' else 'dilated'!r}) on one process"
+            f"Decode on one process with {OF_TRANSFORMERS if settings.kind == 'ring' else dilated}"
         )
     # with seq_len, context_parallel has cut the inputs, and bounds are those of the whole sequence
     if mask.seq_len is None and mask.cu_seqlens is not None and not is_packed:

@@ -13,6 +13,9 @@ from dilated_attention.distributed.sharding.layout import local_positions, shard
 from dilated_attention.models.text import check_tokens
 from dilated_attention.validation import not_a_tensor
 
+# the way out that every model has: gpt-oss and Gemma 2, among others, have no "sdpa"
+OF_TRANSFORMERS = 'attn_implementation="sdpa" (or "eager" where the model has no "sdpa")'
+
 # inputs that have a value for each position
 _OF_POSITIONS = ("labels", "shift_labels", "attention_mask", "position_ids", "token_type_ids", "seq_idx")
 
@@ -194,7 +197,7 @@ def _parts_of(mask_function: Callable[..., Any], reach: int) -> dict[str, Any]:
 def _unknown(what: str) -> ValueError:
     return ValueError(
         f"the model's attention mask keeps pairs by {what}; expected causality, a sliding window, padding and packed documents only. "
-        'Load this model with attn_implementation="sdpa"'
+        f"Load this model with {OF_TRANSFORMERS}"
     )
 
 
@@ -242,7 +245,7 @@ def mask_of_tensor(mask: torch.Tensor, batch: int, num_queries: int, num_keys: i
     shape = f"attention_mask {tuple(mask.shape)} {mask.dtype}"
     expected = (
         f"expected {num_keys} keys' padding, as bool or as 0 and −inf, (B, keys), (B, 1, 1, keys) or (B, 1, queries, keys). "
-        'Or attn_implementation="sdpa"'
+        f"Or {OF_TRANSFORMERS}"
     )
     is_alone = mask.ndim == 4
     if mask.ndim == 2:

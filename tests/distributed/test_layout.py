@@ -80,6 +80,12 @@ def round_trips(rank: int, world: int) -> int:
         mine = other if rank == 0 else [torch.zeros(1, 2)]
         with pytest.raises(ValueError, match=r"buffers are torch\.float.* on rank \d and others on ranks \[.*\]; expected the same dtypes"):
             unshard_sequence(None, mine, [0] * len(mine))
+    # otherwise a rank would put the shards together in another order, or raise an error alone while the others wait
+    for other_way in ({"layout": "zigzag"}, {"seq_len": 2 * world}, {"seq_len": 2 * world + 1}):
+        with pytest.raises(
+            ValueError, match=r"with layout .* and seq_len .* on rank \d and others on ranks \[.*the same layout, and seq_len on"
+        ):
+            unshard_sequence(None, [torch.zeros(2)], [0], **(other_way if rank == 0 else {}))  # type: ignore[arg-type]
     return rank
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention import (
+    RingDilatedAttention,
     attention,
     block_sparse_attention,
     dilated_attention,
@@ -128,6 +130,37 @@ def two_groups(rank: int, world: int) -> None:
 def test_two_groups_in_turn_and_anew() -> None:
     with closing(Pool(2)) as pool:
         pool.run(two_groups)
+
+
+def refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"the group '\d+' is not known here any more: destroy_process_group has ended it; make a new group"
+    ):
+        call()
+
+
+def ended_groups(rank: int, world: int) -> None:
+    """A group that was destroyed, and one of an earlier ``init_process_group``, whose name another group has by now."""
+    q = torch.zeros(1, 4, 2, 8)
+    first, store = dist.new_group([0, 1]), dist.PrefixStore("again", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined,unused-ignore]
+    before = dist.group.WORLD
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    second = dist.new_group([1, 0])
+    assert second.group_name == first.group_name
+    for ended in (first, before):
+        refused(lambda group=ended: ring_attention(q, q, q, group=group, seq_len=8))  # type: ignore[misc]
+        refused(lambda group=ended: shard_sequence(group, [q], [1]))  # type: ignore[misc]
+    ring = RingDilatedAttention([8], [1], group=second)
+    assert ring(q, q, q).shape == q.shape
+    dist.destroy_process_group(second)
+    refused(lambda: ring(q, q, q))
+    refused(lambda: ring_attention(q, q, q, group=second, seq_len=8))
+
+
+def test_a_destroyed_group_is_refused() -> None:
+    with closing(Pool(2)) as pool:
+        pool.run(ended_groups)
 
 
 GROUP = """

@@ -153,3 +153,20 @@ def test_the_loss_and_activation_checkpointing(family: str) -> None:
         loss.backward()
         found.append({"loss": loss.detach()[None], **{key: p.grad for key, p in model.named_parameters()}})
     assert max(error(each, found[0]) for each in found[1:]) <= EAGER_TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_the_way_out_that_an_error_names_is_the_models_own(family: str) -> None:
+    """Gemma 2 and gpt-oss have no sdpa, and only ``"ring_dilated"`` has the settings of ``"dilated"``."""
+    register("ring_of_mine", kind="ring_dilated", segment_lengths=[8], dilation_rates=[1])
+    model = FAMILIES[family].make()
+    ways_out = {"ring": r'with attn_implementation="sdpa" \(or "eager" where the model has no "sdpa"\)$'}
+    ways_out |= {
+        "ring_dilated": 'with attn_implementation="dilated"$',
+        "ring_of_mine": "with a name that has kind='dilated' and the same branches$",
+    }
+    for name, way_out in ways_out.items():
+        with pytest.raises(ValueError, match=f"from a cache.*{way_out}"):
+            on(model, name).generate(tokens(1), max_new_tokens=2, pad_token_id=0)
+    for name in ("eager", "dilated"):
+        assert on(model, name).generate(tokens(1), max_new_tokens=2, pad_token_id=0).shape == (1, N + 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,7 +31,9 @@ def members_named(name: str) -> Members:
         return Members(None, 0, 1)
     if not dist.is_initialized():
         raise ValueError(f"the group {name!r} is not known here: torch.distributed is not initialised; call init_process_group first")
-    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    group = _known(name)
+    if group is None:
+        raise _destroyed(name)
     # not dist.get_rank, which looks it up in several dictionaries
     return Members(group, group.rank(), group.size())
 
@@ -39,7 +42,7 @@ def members_of(group_or_mesh: Any) -> Members:
     """Returns the members of a ProcessGroup or of a DeviceMesh of one axis. None stands for all processes, or for this one alone if
     torch.distributed is not initialised.
 
-    Raises ValueError if this process is not in the group, or the mesh has several axes; TypeError for other types."""
+    Raises ValueError if this process is not in the group, the group was destroyed or the mesh has several axes, else TypeError."""
     if not (dist.is_available() and dist.is_initialized()):
         if group_or_mesh is None:
             return Members(None, 0, 1)
@@ -57,7 +60,26 @@ def members_of(group_or_mesh: Any) -> Members:
         raise ValueError(f"global rank {dist.get_rank()} is not in the group it was given; call this on the group's own ranks only")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"expected a ProcessGroup, a DeviceMesh of one axis or None, got {type(group).__name__}")
+    # names are given anew after destroy_process_group: that of a destroyed group may be another group's, of other processes.
+    # torch.compile cannot trace the question
+    if not torch.compiler.is_compiling() and _known(str(group.group_name)) is not group:
+        raise _destroyed(str(group.group_name))
     return Members(group if group.size() > 1 else None, group.rank(), group.size())
+
+
+def _known(name: str) -> Any:
+    """Returns the group that has this name now; None if there is none."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    except RuntimeError:
+        return None
+
+
+def _destroyed(name: str) -> ValueError:
+    return ValueError(
+        f"the group {name!r} is not known here any more: destroy_process_group has ended it; make a new group (torch.distributed.new_group "
+        "or init_device_mesh), and modules with that"
+    )
 
 
 def group_name_of(group: Any, mesh: Any) -> str:

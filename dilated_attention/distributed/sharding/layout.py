@@ -232,13 +232,13 @@ def unshard_sequence(
 
     Raises:
         ValueError: if the ranks' lengths are not those of one sequence in this layout, or if their tensors differ in dtype or in another
-            dimension; raised on every rank, naming the ranks.
+            dimension, or their layout or seq_len; raised on every rank, naming the ranks.
     """
     members = members_of(group_or_mesh)
     layout = layout_name(layout)
     seq_len = None if seq_len is None else as_int("seq_len", seq_len, minimum=0)
     dims = _check(buffers, seq_dims)
-    lengths = _exchange_lengths(members, buffers, dims)
+    lengths = _exchange_lengths(members, buffers, dims, f"layout {short_name(layout)!r} and seq_len {seq_len}")
     totals = list[int]()
     for index, found in enumerate(map(list, zip(*lengths, strict=True))):
         totals.append(sum(found) if seq_len is None else seq_len)
@@ -316,10 +316,11 @@ def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int
     return dims
 
 
-def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[list[int]]:
+def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: Sequence[int], how: str) -> list[list[int]]:
     """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error.
 
-    Raises ValueError, on every rank, if their tensors differ otherwise: a collective of unequal tensors may abort the process."""
+    Raises ValueError, on every rank, if their tensors differ otherwise, since a collective of unequal tensors may abort the process, or
+    ``how`` they are put together does."""
 
     def gather(mine: list[int]) -> list[list[int]]:
         local = torch.tensor(mine, dtype=torch.int64, device=buffers[0].device)
@@ -332,9 +333,11 @@ def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: S
     if members.size == 1 or not buffers:
         return [lengths] * members.size
     kinds = ", ".join([f"{x.dtype} {(*x.shape[:dim], 'N', *x.shape[dim + 1 :])}" for x, dim in sizes])
+    kinds += f", with {how},"
     digests = gather([zlib.crc32(kinds.encode())])
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[members.rank]]:
         raise ValueError(
-            f"buffers are {kinds} on rank {members.rank} and others on ranks {others}; expected the same dtypes and sizes, but for N"
+            f"buffers are {kinds} on rank {members.rank} and others on ranks {others}; expected the same dtypes and sizes, but for N, "
+            "the same layout, and seq_len on all ranks or on none"
         )
     return gather(lengths)
