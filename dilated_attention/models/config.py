@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from dilated_attention.files import parse_json, replacing
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.base import OBJECT
-from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of, shown
+from dilated_attention.pattern.checks import as_int, as_int_tuple, equals, one_of, shown
 from dilated_attention.validation import check_bool, check_heads, check_held, check_positive, check_probability
 
 # ring attention over a sequence shared between processes → the same attention of a whole sequence
@@ -240,9 +240,10 @@ class LongNetConfig(ModelConfig):
             self._convert(lambda _, value: tuple(value), "segment_lengths", "dilation_rates")
         for name, (chooser, owners) in _ONLY_WITH.items():
             chosen = self.kind if chooser == "attention" else getattr(self, chooser)
-            if chosen not in owners and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if chosen not in owners and not equals(value, default):
                 raise ValueError(
-                    f"{name} is {shown(getattr(self, name))} and {chooser} is {getattr(self, chooser)!r}, which has none; leave it out, or "
+                    f"{name} is {shown(value)} and {chooser} is {getattr(self, chooser)!r}, which has none; leave it out, or "
                     f"use {chooser}={' or '.join(map(repr, owners))}"
                 )
         if self.kind == "mixed":

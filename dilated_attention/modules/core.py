@@ -23,7 +23,7 @@ from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.options import DEFAULTS, LocalArguments, RingArguments
 from dilated_attention.pattern import BlockPattern, DilatedPattern, with_sparsity
 from dilated_attention.pattern.blocks.compose import KINDS
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_number, one_of, shown
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_number, equals, one_of, shown
 
 # the options that a module's repr shows where they differ from their defaults, in this order
 _SHOWN_OPTIONS = (
@@ -177,7 +177,7 @@ def _block_pattern_of(pattern: Any, settings: Mapping[str, Any]) -> BlockPattern
             raise ValueError(f"sparsity_ratio is {sparsity_ratio}; expected the fraction of all pairs to compute, above 0 and at most 1")
         return with_sparsity(sparsity_ratio, settings["sparsity"], block_size=settings["block_size"], seed=settings["seed"])
     for name in ("sparsity", "block_size", "seed"):
-        if settings[name] != DEFAULTS[name]:
+        if not equals(settings[name], DEFAULTS[name]):
             raise ValueError(
                 f"{name} is {shown(settings[name])} with a pattern, which has its own; leave {name} at its default, or use sparsity_ratio "
                 "instead of pattern"

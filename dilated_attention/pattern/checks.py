@@ -55,11 +55,19 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def equals(value: Any, default: Any) -> bool:
+    """Whether an option that is not checked yet has its default; a comparison of arrays may have no truth."""
+    try:
+        return bool(value == default)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 def as_int_tuple(name: str, values: Any, *, minimum: int | None = None, maximum: int | None = None) -> tuple[int, ...]:
     # numpy and torch vectors are not a Sequence, but users compute lengths with them
     if hasattr(values, "tolist") and getattr(values, "ndim", 1) == 1:
         values = values.tolist()
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
     return tuple(as_int(f"{name}[{i}]", value, minimum=minimum, maximum=maximum) for i, value in enumerate(values))
 

@@ -16,7 +16,7 @@ from dilated_attention.engine.ops.settings import DENSE, dense_form, pattern_of
 from dilated_attention.factory import EXAMPLES
 from dilated_attention.models.config import RING_KINDS
 from dilated_attention.pattern import BlockPattern, DilatedPattern
-from dilated_attention.pattern.checks import as_int, one_of, shown
+from dilated_attention.pattern.checks import as_int, equals, one_of, shown
 from dilated_attention.planning.gpus import Gpu, machine_of
 from dilated_attention.validation import DTYPES, MAX_HEAD_DIM, check_bool, check_counts
 
@@ -138,7 +138,7 @@ def make_problem(
     for name, value, usual, takers in (
         ("world_size", world_size, 1, RINGS), ("layout", layout, None, RINGS), ("exchange", exchange, "auto", ("ring", "ring_dilated"))
     ):  # fmt: skip
-        if value != usual and kind not in takers:
+        if kind not in takers and not equals(value, usual):
             why = "has none" if kind in RINGS else "one process computes"
             raise ValueError(
                 f"{name} is {shown(value)} and kind is {kind!r}, which {why}; take one of {', '.join(takers)}, or leave it out"
@@ -169,7 +169,7 @@ def _dtype_of(dtype: Any, machine: Gpu) -> torch.dtype:
 
 def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: Any, num_heads: int) -> DilatedPattern | BlockPattern:
     """Returns the call's pattern; raises ValueError or TypeError if the arguments do not fit the kind."""
-    computes, branches = KINDS[kind], (segment_lengths, dilation_rates) != (None, None)
+    computes, branches = KINDS[kind], segment_lengths is not None or dilation_rates is not None
     if computes == "dense" and (branches or pattern is not None):
         raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")
     if branches and pattern is not None:
