@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dilated_attention.engine.memory import readable
+from dilated_attention.validation import check_bool, check_factory
 
 __all__ = ["MemoryProfile", "OpMemory", "profile_memory"]
 
@@ -207,12 +208,13 @@ def profile_memory(
     """
     if function is not None and not callable(function):
         raise TypeError(f"function is a {type(function).__name__}; expected a function, or none for a block of code")
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    where = check_factory(usual if device is None else device, None)["device"]
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {where}; expected a CUDA device or the CPU, for which torch reports allocations")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    if where.type == "cpu" and not ops:
+    if not check_bool("ops", ops) and where.type == "cpu":
         raise ValueError("ops=False on the CPU leaves nothing to measure: its allocator has no counters; leave ops=True")
     if function is None and (args or kwargs):
         raise TypeError(f"arguments {args or kwargs} without a function to call; pass it first: profile_memory(function, *args)")

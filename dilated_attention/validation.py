@@ -146,6 +146,19 @@ def check_dtype(dtype: Any) -> torch.dtype:
     return dtype
 
 
+def check_factory(device: Any, dtype: Any) -> dict[str, Any]:
+    """Checks where and in which dtype parameters are made, None for torch's default, and returns both as keywords."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
+        expected = "expected torch.float16, bfloat16, float32 or float64, or None for torch's default"
+        kind = ValueError if isinstance(dtype, torch.dtype) else TypeError
+        raise kind(f"dtype is {shown(dtype)} ({type(dtype).__name__}); {expected}")
+    try:
+        return {"device": None if device is None else torch.device(device), "dtype": dtype}
+    except (RuntimeError, TypeError, ValueError) as error:
+        expected = "expected a torch.device or its name, such as 'cpu' or 'cuda:0'"
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(f"device is {shown(device)}; {expected}") from error
+
+
 def check_scale(scale: Any, head_dim: int, dtype: torch.dtype = torch.float64) -> float:
     if scale is None:
         return head_dim**-0.5

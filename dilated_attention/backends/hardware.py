@@ -83,7 +83,7 @@ def hardware_of(device: Any, hardware: Any) -> Hardware:
     if hardware is None:
         try:
             return detect(device)
-        except (RuntimeError, AssertionError, TypeError) as error:
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
             error_type = TypeError if isinstance(error, TypeError) else ValueError
             reason = str(error).splitlines()[0]
             raise error_type(f"device is {shown(device)}; expected one of this machine, such as 'cpu', or hardware=: {reason}") from error

@@ -21,7 +21,7 @@ from dilated_attention.models import (
     SlideEncoderConfig,
     VisionConfig,
 )
-from dilated_attention.models.config import ATTENTION_FIELDS, RING_KINDS
+from dilated_attention.models.config import ATTENTION_FIELDS, RING_KINDS, as_config
 from dilated_attention.models.config import KINDS as ATTENTION_KINDS
 from dilated_attention.pattern import geometric_branches
 from dilated_attention.pattern.checks import as_int, one_of, shown
@@ -107,7 +107,7 @@ def configured(preset: str, *, context_length: int | None = None, **overrides: A
         overrides |= _branches_of(preset, config, context_length, overrides)
     # where the model and its encoder have a field of the same name, the model's takes precedence
     if encoder_changes := {name: value for name, value in overrides.items() if name in encoder_fields and name not in model_fields}:
-        overrides["encoder"] = replaced(overrides.get("encoder", encoder), encoder_changes)
+        overrides["encoder"] = replaced(as_config("encoder", overrides.get("encoder", encoder)), encoder_changes)
     config = replaced(config, {name: value for name, value in overrides.items() if name in model_fields})
     return config, {name: value for name, value in overrides.items() if name in options}
 

@@ -23,7 +23,8 @@ from dilated_attention.engine.ops.settings import CallSettings, checked_branches
 from dilated_attention.engine.ops.transforms import is_eager
 from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names, checked_softmax
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.blocks.base import redefined, refuse_replaced
+from dilated_attention.pattern.blocks.base import redefined
+from dilated_attention.pattern.blocks.compose import refuse_replaced
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 # an internal option, with a name that is no identifier. With it ``attend`` does not run the call, but returns it with its inputs. Its value

@@ -19,6 +19,7 @@ from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations._hf_mask import OF_TRANSFORMERS, KeyMask, document_starts, mask_of_tensor, packed_bounds
 from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, OF_PATTERNS, Settings, group_of, settings_of
 from dilated_attention.pattern import DilatedPattern, LocalWindow
+from dilated_attention.pattern.checks import shown
 from dilated_attention.validation import refuse_where
 
 # arguments that models pass to every layer and that have no effect on attention, or repeat what the mask says
@@ -238,7 +239,9 @@ def _layer_mask(
 
 def ignore(arguments: Iterable[str]) -> None:
     """Adds to the names of arguments that have no effect on attention."""
-    names = (arguments,) if isinstance(arguments, str) else tuple(arguments)
+    names = (arguments,) if isinstance(arguments, str) else tuple(arguments) if isinstance(arguments, Iterable) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"ignored is {shown(arguments)} ({type(arguments).__name__}); expected names of arguments, such as ['my_bias']")
     for name in names:
         if name in _REFUSED:
             raise ValueError(

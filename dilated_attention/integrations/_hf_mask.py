@@ -11,6 +11,7 @@ import torch
 
 from dilated_attention.distributed.sharding.layout import local_positions, shard_sequence
 from dilated_attention.models.text import check_tokens
+from dilated_attention.pattern.checks import shown
 from dilated_attention.validation import not_a_tensor
 
 # the way out that every model has: gpt-oss and Gemma 2, among others, have no "sdpa"
@@ -411,6 +412,8 @@ def shard_inputs(
 
 def sequence_of(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Returns the input whose length is the sequence's."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"inputs is {shown(inputs)} ({type(inputs).__name__}); expected a dict of what the model is called with")
     tokens: torch.Tensor | None = inputs.get("input_ids")
     first = inputs.get("inputs_embeds") if tokens is None else tokens
     if first is None:

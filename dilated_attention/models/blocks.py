@@ -10,7 +10,7 @@ from torch import nn
 
 from dilated_attention.functional.arguments import RESOLVES
 from dilated_attention.functional.fused_layers import Step, add_dropped, compile_block, fused_block, is_lean, linear_layers
-from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.config import LongNetConfig, as_config
 from dilated_attention.models.kv_cache import CachePass
 from dilated_attention.models.loss import first_of_group
 from dilated_attention.modules import (
@@ -24,6 +24,7 @@ from dilated_attention.modules import (
 )
 from dilated_attention.modules.projections import MultiheadAttention
 from dilated_attention.pattern import DilatedPattern
+from dilated_attention.validation import check_factory
 
 
 def magneto_gain(num_layers: int) -> float:
@@ -44,8 +45,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LongNetConfig, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = config.inner_dim
+        factory = check_factory(device, dtype)
+        width = as_config("config", config).inner_dim
         self.activation = config.ffn
         self.num_layers = config.num_layers
         self.gate = nn.Linear(config.embed_dim, width, bias=config.bias, **factory) if config.ffn == "swiglu" else None
@@ -178,8 +179,8 @@ class Block(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.is_causal, self.depth = config.is_causal, depth
+        factory = check_factory(device, dtype)
+        self.is_causal, self.depth = as_config("config", config).is_causal, depth
         self.attention_norm = make_norm(config, **factory)
         self.attention = make_attention(config, backend=backend, ring=ring, **factory)
         self.ffn_norm = make_norm(config, **factory)

@@ -240,9 +240,10 @@ class LongNetConfig(ModelConfig):
             self._convert(lambda _, value: tuple(value) if isinstance(value, list) else value, "segment_lengths", "dilation_rates")
         for name, (chooser, owners) in _ONLY_WITH.items():
             chosen = self.kind if chooser == "attention" else getattr(self, chooser)
-            if chosen not in owners and differs(getattr(self, name), type(self).__dataclass_fields__[name].default):
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if chosen not in owners and differs(value, default):
                 raise ValueError(
-                    f"{name} is {shown(getattr(self, name))} and {chooser} is {getattr(self, chooser)!r}, which has none; leave it out, or "
+                    f"{name} is {shown(value)} and {chooser} is {getattr(self, chooser)!r}, which has none; leave it out, or "
                     f"use {chooser}={' or '.join(map(repr, owners))}"
                 )
         if self.kind == "mixed":

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Unpack
 
 from dilated_attention.functional.options import shows_options
-from dilated_attention.models.config import NUM_BASES, LongNetConfig
+from dilated_attention.models.config import NUM_BASES, as_config
 from dilated_attention.models.generation import LanguageModel, eval_mode
 from dilated_attention.models.loss import CHUNK_BYTES, cross_entropy
 from dilated_attention.models.stack import PaddingOptions, rows_of
@@ -93,7 +93,7 @@ def evaluate(
         ValueError, TypeError: if numbers do not fit, if nothing can be scored, if the model sees both sides and its tokens are no bases
             (there is no token for what is hidden), or if its loss is not finite.
     """
-    config: LongNetConfig = model.config
+    config = as_config("model.config", getattr(model, "config", None))
     records = rows_of("evaluate", records, options)
     if not config.is_causal and config.vocab_size != NUM_BASES:
         raise ValueError(

@@ -39,6 +39,9 @@ class Sampling:
             raise ValueError(
                 f"temperature is {shown(self.temperature)}; expected a number from 0, for the likeliest token, to {highest_held:.3g}"
             )
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            got = f"{shown(self.generator)} ({type(self.generator).__name__})"
+            raise TypeError(f"generator is {got}; expected a torch.Generator, such as torch.Generator().manual_seed(0), or None")
         # torch takes no integer of more than 64 bits
         object.__setattr__(self, "temperature", float(self.temperature))
         if self.top_k is not None:
@@ -266,6 +269,8 @@ def _begun(
     """Checks the arguments of ``generate``. Returns the prompts as rows, and an iterator over the drawn tokens as input, (B, 1) of each
     step, at most max_new_tokens; a request that has ended gets ``stop_token`` again. ``waits``: check at each step that logits are finite,
     not only at the first and the last."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling is {shown(sampling)} ({type(sampling).__name__}); expected a Sampling, e.g. Sampling(temperature=0.8)")
     if not model.config.is_causal:
         raise ValueError("config.is_causal is False; such a model fills in tokens and has no next one: generate needs is_causal=True")
     if model.ring is not None and model.ring.group_name:
@@ -306,7 +311,7 @@ def _begun(
                 cache = PagedKVCache(model.config, len(rows), longest, chunk=prefill_chunk, **place)
                 logits = torch.cat([prefill(model, row[None], cache.of(i), chunk=prefill_chunk) for i, row in enumerate(rows)])
             step = Stepper(model, cache, cuda_graph=cuda_graph)
-            count, sampler = 0, sampling or Sampling()
+            count, sampler = 0, Sampling() if sampling is None else sampling
             unchecked: list[torch.Tensor] = []
             ended = torch.zeros(len(rows), 1, dtype=torch.bool, device=weight.device)
             # of a k-mer model codes, from which the next codes follow

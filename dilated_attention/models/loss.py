@@ -172,6 +172,8 @@ def average_gradients(module: nn.Module, *, group: Any = None, mesh: Any = None)
         module: a model with equal parameters on all processes; the same parameters must lack a gradient on each.
         group, mesh: the processes, see ``ring_attention``; None for all.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {shown(module)} ({type(module).__name__}); expected a torch.nn.Module")
     members = members_named(group_name_of(group, mesh))
     if members.size == 1:
         return

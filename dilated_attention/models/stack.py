@@ -18,13 +18,13 @@ from dilated_attention.engine.ops.transforms import is_eager
 from dilated_attention.functional.fused_layers import is_lean
 from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.models.blocks import Block, make_norm
-from dilated_attention.models.config import LongNetConfig
+from dilated_attention.models.config import LongNetConfig, as_config
 from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
 from dilated_attention.pattern.checks import as_int
-from dilated_attention.validation import check_bool, check_key_padding_mask, check_plain, refuse_where
+from dilated_attention.validation import check_bool, check_factory, check_key_padding_mask, check_plain, refuse_where
 
 
 class ModelOptions(TypedDict, total=False):
@@ -81,6 +81,7 @@ def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -
     given = {name: options.get(name, DEFAULTS[name]) for name in ModelOptions.__annotations__}
     where = {name: given.pop(name) for name in RING_OPTIONS}
     # checked even where one process has the whole sequence
+    given |= check_factory(given["device"], given["dtype"])
     ring, is_spread = RingSettings.of(where), is_ring or where["group"] is not None or where["mesh"] is not None
     return {**given, "ring": ring if is_spread else None}
 
@@ -128,7 +129,7 @@ class LongNetStack(nn.Module):
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if config.is_causal is not self.is_causal:
+        if as_config("config", config).is_causal is not self.is_causal:
             other = "LongNetDecoder" if config.is_causal else "LongNetEncoder"
             raise ValueError(
                 f"config.is_causal is {config.is_causal}; {type(self).__name__} needs {self.is_causal}: set it, or use {other}"
@@ -189,7 +190,7 @@ class LongNetStack(nn.Module):
                 with reading as cache_pass:
                     return self.forward(x, seq_len=seq_len, all_layers=all_layers, cache=cache_pass)
         if self.ring is None:
-            if seq_len not in (None, x.shape[1]):
+            if seq_len is not None and as_int("seq_len", seq_len) != x.shape[1]:
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
             seq_len = None
         elif seq_len is None:

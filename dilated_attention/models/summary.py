@@ -14,7 +14,7 @@ from dilated_attention.engine.decode.keys import row_keys
 from dilated_attention.engine.memory import readable as readable
 from dilated_attention.models.config import LongNetConfig
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import MAX_LENGTH, as_int, as_int_tuple
 
 # float32 weights and gradients, and AdamW's two moments
 _TRAINING_BYTES_PER_PARAMETER = 16
@@ -188,7 +188,7 @@ def summarise(
         config=config,
         num_parameters=sum(parameters.values()),
         embedding_parameters=embedding_parameters(parameters),
-        lengths=tuple(as_int("positions", n, minimum=1) for n in lengths),
+        lengths=as_int_tuple("lengths", lengths, minimum=1, maximum=MAX_LENGTH),
         memory=as_int("memory", memory, minimum=1),
         device=device,
         activation_bytes=4 if device == "this machine's CPU" else 2,

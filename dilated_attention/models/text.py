@@ -139,6 +139,8 @@ def _check_bases(symbols: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises TypeError unless these are integers, and ValueError if their values can be read and are not 0 to 4."""
     way_out = "use BASES.encode(text)"
     check_integers("symbols", symbols, dtypes, way_out)
+    if not symbols.ndim:
+        raise ValueError(f"symbols is one number; expected a tensor of bases (…, N): {way_out}")
     check_range("symbols", symbols, NUM_BASES, limit="the number of bases − 1", way_out=way_out)
 
 

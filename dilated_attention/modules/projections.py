@@ -67,7 +67,7 @@ class MultiheadAttention(nn.Module):
         self.gamma_init = check.check_held("gamma_init", given["gamma_init"], power=2)
         eps = check.check_held("layer_norm_eps", given["layer_norm_eps"])
         kv_dim = self.num_kv_heads * self.head_dim
-        factory = {"device": given["device"], "dtype": given["dtype"]}
+        factory = check.check_factory(given["device"], given["dtype"])
         self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
         self.k_proj, self.v_proj = (nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory) for _ in range(2))
         self.out_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)

@@ -117,6 +117,7 @@ def draw(pattern: Any, num_positions: int, num_heads: int, *, cell: int = 1, is_
         raise ImportError('drawing a pattern needs matplotlib: pip install "dilated-attention[plot]"') from error
     # an image may be at most 65,536 pixels wide
     num_heads = as_int("num_heads", num_heads, minimum=1, maximum=128)
+    num_positions = as_int("num_positions", num_positions, minimum=0)
     mean = cell_pairs(pattern, num_positions, num_heads, cell, is_causal=is_causal) / cell_sizes(num_positions, cell)
     figure = Figure(figsize=(3.2 * num_heads + (1.4 if cell > 1 else 1.0), 3.9), layout="constrained")
     axes = figure.subplots(1, num_heads, squeeze=False, sharey=True)[0]

@@ -65,7 +65,7 @@ def as_int_tuple(name: str, values: Any, *, minimum: int | None = None, maximum:
     is_held = not getattr(values, "is_sparse", False) and not getattr(values, "is_meta", False)
     if is_held and hasattr(values, "tolist") and getattr(values, "ndim", 1) == 1:
         values = values.tolist()
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise TypeError(f"{name} is {shown(values)} ({type(values).__name__}); expected a list of integers")
     return tuple(as_int(f"{name}[{i}]", value, minimum=minimum, maximum=maximum) for i, value in enumerate(values))
 

@@ -169,7 +169,7 @@ def _dtype_of(dtype: Any, machine: Gpu) -> torch.dtype:
 
 def _pattern_of(kind: str, segment_lengths: Any, dilation_rates: Any, pattern: Any, num_heads: int) -> DilatedPattern | BlockPattern:
     """Returns the call's pattern; raises ValueError or TypeError if the arguments do not fit the kind."""
-    computes, branches = KINDS[kind], (segment_lengths, dilation_rates) != (None, None)
+    computes, branches = KINDS[kind], segment_lengths is not None or dilation_rates is not None
     if computes == "dense" and (branches or pattern is not None):
         raise ValueError(f"kind is {kind!r}, which is dense; leave segment_lengths, dilation_rates and pattern out")
     if branches and pattern is not None:

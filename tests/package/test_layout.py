@@ -46,7 +46,7 @@ BELOW: dict[str, set[str]] = {
     "models": {"files", "pattern", "validation", "backends", "engine", "distributed", "functional", "modules"},
     "integrations": {"files", "pattern", "validation", "backends", "distributed", "engine", "functional", "modules", "models"},
     "testing": {"pattern", "backends", "engine", "functional"},
-    "profiling": {"engine"},
+    "profiling": {"validation", "engine"},
     "factory": {"pattern", "validation", "backends", "engine", "functional", "modules", "models"},
     "planning": {"pattern", "validation", "backends", "engine", "distributed", "functional", "models", "factory"},
 }

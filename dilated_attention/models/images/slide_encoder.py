@@ -223,7 +223,7 @@ class SlideEncoder(ImageModel):
         )
         whole = tiles.shape[1]
         if ring is None:
-            if seq_len not in (None, whole):
+            if seq_len is not None and as_int("seq_len", seq_len) != whole:
                 raise ValueError(f"seq_len is {seq_len} and there are {whole} tiles; on one process leave seq_len out")
         elif seq_len is None:
             whole = ring.whole_length(whole, slides=tiles.shape[0], cu_seqlens=bounds)

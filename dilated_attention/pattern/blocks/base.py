@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dilated_attention.files import parse_json
 from dilated_attention.pattern.base import Pattern
-from dilated_attention.pattern.checks import MAX_HEADS, as_int, checked_block_size, shown
+from dilated_attention.pattern.checks import MAX_HEADS, as_int, check_bool, checked_block_size, shown
 from dilated_attention.pattern.reads import reads_of
 
 # lists of blocks store positions in 32 bits
@@ -348,7 +348,7 @@ class BlockPattern(Pattern):
         Raises ValueError if it does not exist."""
         self.check(checked_positions(num_positions), as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
         pattern = self.at(num_positions)
-        pattern = pattern.causal() if is_causal else pattern
+        pattern = pattern.causal() if check_bool("is_causal", is_causal) else pattern
         return pattern, tuple(range(num_heads)) if pattern.per_head else (0,)
 
     def entries(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor]:
@@ -405,6 +405,8 @@ def pattern_from_spec(spec: str) -> BlockPattern:
         RuntimeError: the pattern held a Python function or a tensor, and has been freed or was in another process.
         ValueError: the string is not the spec of a pattern.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"spec is {shown(spec)} ({type(spec).__name__}); expected the string that BlockPattern.spec() returns")
     # a cache would keep live objects alive forever
     return _read(spec) if OBJECT in spec else _read_once(spec)
 
@@ -421,16 +423,6 @@ def _read(spec: str) -> BlockPattern:
 
 
 _read_once = functools.lru_cache(maxsize=256)(_read)
-
-
-def refuse_replaced(value: Any) -> None:
-    """Raises TypeError for a pattern, or a part of one, whose class was defined again: its spec names the new class."""
-    if isinstance(value, BlockPattern):
-        if _classes[type(value).__name__] is not type(value):
-            raise TypeError(f"{value!r} is older than the class {type(value).__name__}, which was defined again; expected a new one of it")
-        value = tuple(value.arguments().values())
-    for part in value if isinstance(value, tuple) else ():
-        refuse_replaced(part)
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, divided, head_of
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, checked_positions, divided, head_of
 from dilated_attention.pattern.blocks.whole_blocks import ordered
 from dilated_attention.pattern.checks import check_bool
 
@@ -244,6 +244,7 @@ def block_pairs(
     """Yields (head, row, column, number of kept pairs) of the kept blocks, many at a time; of head 0 alone if the pattern is not
     ``per_head``."""
     check_bool("is_causal", is_causal)
+    num_positions = checked_positions(num_positions)
     pattern, heads = pattern.resolved(num_positions, num_heads, is_causal)
     for grid, some_heads in _pieces(pattern, pattern.grid(num_positions, device=device), heads):
         (group, row, column), masks, _, pairs_of_mask = _masked_blocks(pattern, grid, some_heads)

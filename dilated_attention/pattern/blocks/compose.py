@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, PARTIAL, SEED, BlockPattern, Blocks, Grid, MaskMod, States
+from dilated_attention.pattern.blocks.base import FULL, PARTIAL, SEED, BlockPattern, Blocks, Grid, MaskMod, States, _classes
 from dilated_attention.pattern.blocks.whole_blocks import (
     DilatedBlocks,
     RandomBlocks,
@@ -356,3 +356,13 @@ def _nearest(count: Callable[[int], int], wanted: float, low: int, high: int) ->
     """Returns the x in [low, high] whose count, which grows with x, is nearest to ``wanted``."""
     reaching = low + bisect.bisect_left(range(low, high), wanted, key=count)
     return min(range(max(reaching - 1, low), reaching + 1), key=lambda x: abs(count(x) - wanted))
+
+
+def refuse_replaced(value: object) -> None:
+    """Raises TypeError for a pattern, or a part of one, whose class was defined again: its spec names the new class."""
+    if isinstance(value, BlockPattern):
+        if _classes[type(value).__name__] is not type(value):
+            raise TypeError(f"{value!r} is older than the class {type(value).__name__}, which was defined again; expected a new one of it")
+        value = tuple(value.arguments().values())
+    for part in value if isinstance(value, tuple) else ():
+        refuse_replaced(part)

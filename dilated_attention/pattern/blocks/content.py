@@ -96,7 +96,7 @@ class TopBlocks(BlockPattern):
             )
         ((name, amount),) = amounts.items()
         if name == "blocks":
-            self._set(blocks=as_int(name, amount, minimum=1))
+            self._set(blocks=as_int(name, amount, minimum=1, maximum=2**31 - 1))
         else:
             check_number(name, amount, "a number in (0, 1]")
             if not 0 < amount <= 1:
