@@ -16,6 +16,7 @@ import sys
 import torch
 from recipe.costs import measured
 from recipe.main import run_safely
+from recipe.settings import number
 
 from dilated_attention import DilatedPattern, dilated_attention
 from dilated_attention.backends import detect
@@ -52,14 +53,16 @@ def attend(length: int, args: argparse.Namespace, device: str, dtype: torch.dtyp
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-gib", type=float, help="memory that may be used (default: two fifths of what is free)")
+    parser.add_argument(
+        "--budget-gib", type=number(float, 0, above=True), help="memory that may be used (default: two fifths of what is free)"
+    )
     parser.add_argument("--heads", type=size, default=1)
     parser.add_argument("--head-dim", type=size, default=64)
     parser.add_argument("--causal", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    budget = int(args.budget_gib * GIB) if args.budget_gib else available(device) * 2 // 5
+    budget = available(device) * 2 // 5 if args.budget_gib is None else int(args.budget_gib * GIB)
     length = 1024
     while predicted(length * 2, args, device, dtype) <= budget:
         length *= 2

@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recipe.main import run_safely
 
 try:
     import h5py
@@ -43,7 +45,7 @@ def texture(gray: Any) -> Any:
     return is_code.reshape(down, TILE, across, TILE, -1).mean((1, 3))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--step", type=int, default=16, help="pixels between crops, a multiple of 8: 16 for 9 crops of a square, 32 for 4")
@@ -86,7 +88,8 @@ def main() -> None:
     print(f"stained: more than {median:.0%} of the crop is brown; so are {sum(held_out)} of {len(held_out)} held-out slides")
     print(f"for comparison, the darkness of a crop, which the features do not hold: AUC {roc_auc_score(held_out, darkness):.4f}")
     print(f"done: {len(rows)} slides in {args.folder}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_safely(main))

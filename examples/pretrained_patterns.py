@@ -22,6 +22,7 @@ import math
 import operator
 import random
 import statistics
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipe.main import run_safely
 from torch.nn.functional import cross_entropy
 
 from dilated_attention import pattern as patterns
@@ -238,7 +240,7 @@ def over(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
     return 100 * (row["bits_per_byte"] / base["bits_per_byte"] - 1), 100 * error / base["bits_per_byte"]
 
 
-def main() -> None:
+def main() -> int:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -289,7 +291,8 @@ def main() -> None:
     others = [row for row in rows if row["name"] != "dense"]
     best = min(others, key=lambda row: (row["density"], row["over_pct"]))
     print(f"done: best at {best['density']:g} %: {best['name']}, {best['over_pct']:+.1f} % over dense")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_safely(main))
