@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from dilated_attention.models import BASES, LongNetConfig, LongNetLM
+from dilated_attention.planning import recommend
 
+ROOT = Path(__file__).parents[2]
 Part = Callable[[str], Any]
 SMALL = [
     *("--context", "512", "--tokens", "1024", "--layers", "2", "--embed-dim", "32", "--heads", "2", "--held-out", "512"),
@@ -162,3 +165,29 @@ def test_sequences_that_grow(part: Part, here: Callable[..., tuple[int, str, str
     assert lengths == [256, 256, 512] and found["tokens"] == 1024 and [x[1] for x in found["curve"]] == [512, 1024]
     code, _, said = here("compare_attention.py", *flags, "--first-context", "100", "--out", tmp_path / "b")
     assert code == 2 and "--first-context is 100; expected --context, 512, or a half, a quarter, an eighth … of it" in said
+
+
+def test_the_page_has_the_figures_of_the_results(part: Part) -> None:
+    figures = part("_compare_table")
+    found = figures.results(ROOT / "benchmarks/results/2026-11-29-h200x2/compare")["bytes", 32768, "360 seconds"]
+    runs = {(run["settings"]["attention"], run["settings"]["lr"]): run for run in found}
+    fewest = min(run["tokens"] for run in found)
+    page = (ROOT / "docs/patterns.md").read_text(encoding="utf-8").partition("## Which attention should I train with?")[2]
+    rows = [
+        [cell.strip(" *") for cell in line.split("|")[1:-1]] for line in page.partition("\n## ")[0].splitlines() if line.startswith("|")
+    ]
+    names = {
+        "3 windows of 1,024, 1 dense": "mix-window-dense", "windows of 4,096": "window-4096",
+        "window of 1,024, LongNet's branches": "mix-window-dilated", "windows of 1,024": "window-1024",
+        "dilated blocks, window, prefix": "dilated-blocks", "LongNet's branches, growth 4": "longnet-4", "dense": "dense",
+    }  # fmt: skip
+    assert [row[0] for row in rows[2:]] == list(names)
+    for row in rows[2:]:
+        run = runs[names[row[0]], 1e-3]
+        bits = run["bits"], figures.at_tokens(run, fewest), figures.mean_beyond(run["by_copy"], 8192)
+        assert row[1:] == [*(f"{x:.3f}" for x in bits), f"{run['tokens_per_second'] / 1000:.0f}k"]
+    assert f"dense at 2e-3: {runs['dense', 2e-3]['bits']:.3f}" in page
+    advice = recommend("training", 32768, gpu="H200").setting("accuracy").reason
+    assert re.findall(r"\d\.\d{3}", advice) == [
+        f"{runs[x, 1e-3]['bits']:.3f}" for x in ("longnet-4", "window-1024", "dense", "mix-window-dense")
+    ]
