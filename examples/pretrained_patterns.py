@@ -22,7 +22,6 @@ import math
 import operator
 import random
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipe.main import run_safely
 from torch.nn.functional import cross_entropy
 
 from dilated_attention import pattern as patterns
@@ -113,13 +111,17 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     if not (path.is_dir() or path.suffix == ".gguf"):
         raise SystemExit(f"--model is {path}; expected a folder that save_pretrained wrote, or a .gguf file")
     place, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    model: Any = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, **file).to(device).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **file)
+        model: Any = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, **file).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {path} cannot be loaded: {error}") from error
     # model.to(dtype) would also cast the frequencies of rotary embeddings, which 16 bits are too few for
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     if getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True):
         raise SystemExit(f"layers of {path.name} keep windows of their own under every pattern; expected a model without")
-    return model, AutoTokenizer.from_pretrained(place, local_files_only=True, **file)
+    return model, tokenizer
 
 
 def use(model: Any, pattern: Pattern | None) -> None:
@@ -240,7 +242,7 @@ def over(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
     return 100 * (row["bits_per_byte"] / base["bits_per_byte"] - 1), 100 * error / base["bits_per_byte"]
 
 
-def main() -> int:
+def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -291,8 +293,7 @@ def main() -> int:
     others = [row for row in rows if row["name"] != "dense"]
     best = min(others, key=lambda row: (row["density"], row["over_pct"]))
     print(f"done: best at {best['density']:g} %: {best['name']}, {best['over_pct']:+.1f} % over dense")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_safely(main))
+    main()

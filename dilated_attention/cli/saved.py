@@ -138,8 +138,6 @@ def _tokens(args: argparse.Namespace, text: bytes, vocabulary: models.Vocabulary
 def _evaluate(args: argparse.Namespace) -> int:
     if args.context is not None and args.stride is not None and args.stride > args.context:
         raise UsageError(f"--stride is {args.stride}; expected at most --context, {args.context}")
-    # before a large folder of data is walked
-    find_model(args.folder)
     files = _files(args.data)
     with opened(args, autocast=True) as (model, vocabulary, device, dtype):
         is_causal, unit = model.config.is_causal, vocabulary.unit
