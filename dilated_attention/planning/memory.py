@@ -247,7 +247,9 @@ def exchange_of(problem: Problem) -> Exchange:
     # how many units, one row of one key/value head each, rank [reader] needs of rank [holder]. All heads of a step of blocks receive what
     # one of them needs
     units = torch.zeros((W, W), dtype=torch.int64)
-    for low, high in steps:
+    # where all heads need the same rows, one step tells of all: long dense sequences have a step for each head
+    is_alike = blocks is None and all(ring_problem.needed(rank).heads == 1 for rank in range(W))
+    for low, high in [(0, Hk)] if is_alike else steps:
         needed = (ring_problem.needed(rank, (low, high)) for rank in range(W))
         units += torch.tensor([[x.count(shard) * ((high - low) // x.heads) for shard in ring_problem.shards] for x in needed])
     received, sent = units.sum(1), units.sum(0)

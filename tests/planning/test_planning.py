@@ -360,3 +360,10 @@ def test_a_density_has_its_pairs_at_lengths_of_which_few_rows_are_looked_at(is_c
     n, heads = 2**25, 8
     found = plan("block_sparse", n, pattern=with_sparsity(0.1), is_causal=is_causal, num_heads=heads)
     assert found.pairs == pytest.approx(0.1 * heads * n * n / (2 if is_causal else 1), rel=0.01)
+
+
+def test_a_sequence_far_too_long_for_its_ring_is_planned_in_seconds() -> None:
+    began = time.perf_counter()
+    plan = plan_attention("ring", num_positions=2**31, world_size=64, num_heads=64, head_dim=64, gpu="H200")
+    # 1 to 2 s; with a count of needed rows for each step of heads it took 70 to 180
+    assert not plan.fits and plan.longest and time.perf_counter() - began < 30
