@@ -119,7 +119,7 @@ class Strains:
             strand = genome.symbols.to(device=device, dtype=torch.uint8)
             # files hold either strand: the one that has more places in common with those before
             ways = [(way, codes_of(way, 5)) for way in (strand, other_strand(strand))]
-            way, code = max(ways, key=lambda x: sum(len(anchors(x[1], earlier, 4096)) for earlier in coded))
+            way, code = max(ways, key=lambda x: sum(len(anchors(x[1], earlier)) for earlier in coded))
             strains.append(way)
             coded.append(code)
         cuts = [int(len(strain) * self.share) for strain in strains]
@@ -174,7 +174,7 @@ class Strains:
 
 def codes_of(symbols: torch.Tensor, base: int) -> torch.Tensor:
     """(N − ANCHOR + 1,) int64: a number for the ANCHOR symbols from each place, equal where they are (of bytes almost surely)."""
-    n = len(symbols) - ANCHOR + 1
+    n = max(0, len(symbols) - ANCHOR + 1)
     # beyond 2^63 it wraps around
     factor = base if base < 8 else 6364136223846793005
     codes = torch.zeros(n, dtype=torch.int64, device=symbols.device)

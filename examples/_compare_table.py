@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-# data, context, and the length of the training
-Group = tuple[str, int, str]
+# data, context, the length of the training, tokens a step, and layers
+Group = tuple[str, int, str, int, int]
 Results = dict[Group, list[dict[str, Any]]]
 
 
@@ -21,10 +21,16 @@ def results(folder: Path) -> Results:
         if isinstance(run, dict) and "curve" in run:
             flags = run["settings"]
             length = next((f"{flags[name]:g} {name}" for name in ("steps", "seconds", "minutes") if name in flags), "")
-            groups[flags["data"], flags["context"], length].append(run)
+            groups[flags["data"], flags["context"], length, flags["tokens"], flags["layers"]].append(run)
     if not groups:
         raise ValueError(f"--table {folder} holds no results; give the folder in which --out's .json files are")
     return {key: sorted(runs, key=lambda run: float(run["bits"])) for key, runs in sorted(groups.items())}
+
+
+def name_of(run: dict[str, Any]) -> str:
+    """The attention, and where sequences began shorter."""
+    first = run["settings"].get("first_context")
+    return run["settings"]["attention"] + (f", from {first:,}" if first else "")
 
 
 def at_tokens(run: dict[str, Any], tokens: float) -> float:
@@ -48,12 +54,12 @@ def mean_beyond(rows: list[list[float]], low: float) -> float:
 
 def table(folder: Path) -> str:
     lines = []
-    for (data, context, length), runs in results(folder).items():
+    for (data, context, length, tokens, _), runs in results(folder).items():
         fewest = min(run["tokens"] for run in runs)
         far = context // 4
         lines += [
             f"{data}, context {context:,}, {length} of training each, {', '.join(sorted({run['device'] for run in runs}))}, "
-            f"{runs[0]['settings']['tokens']:,} tokens a step.",
+            f"{tokens:,} tokens a step.",
             f"At {fewest:,} tokens a run that has more is in the midst of its schedule, at a high learning rate.",
             "",
             f"| attention | lr | seed | bits | bits at {fewest / 1e6:,.0f} M tokens | copied ≥ {far:,} back | needle | tokens/s | GiB |",
@@ -62,7 +68,7 @@ def table(folder: Path) -> str:
         for run in runs:
             flags, needle = run["settings"], run.get("needle", [[0, 0, math.nan]])[-1][2]
             lines.append(
-                f"| {flags['attention']} | {flags['lr']:g} | {flags['seed']} | {run['bits']:.4f} | {at_tokens(run, fewest):.4f} | "
+                f"| {name_of(run)} | {flags['lr']:g} | {flags['seed']} | {run['bits']:.4f} | {at_tokens(run, fewest):.4f} | "
                 f"{mean_beyond(run['by_copy'], far):.3f} | {needle:.2f} | {run['tokens_per_second']:,.0f} | {run['peak_gib']:.1f} |"
             )
         lines.append("")
@@ -80,8 +86,8 @@ def pictures(folder: Path, into: Path) -> int:
     from matplotlib.figure import Figure
 
     into.mkdir(parents=True, exist_ok=True)
-    for (data, context, duration), runs in results(folder).items():
-        best = list({run["settings"]["attention"]: run for run in reversed(runs)}.values())[::-1]
+    for (data, context, duration, tokens, layers), runs in results(folder).items():
+        best = list({name_of(run): run for run in reversed(runs)}.values())[::-1]
         curves = {
             "time": ("seconds of training", lambda run: [(seconds, bits) for seconds, _, bits in run["curve"]]),
             "position": ("position in the context", lambda run: frequent(run["by_position"])),
@@ -93,7 +99,7 @@ def pictures(folder: Path, into: Path) -> int:
             figure = Figure(figsize=(7, 4.5), layout="constrained")
             axes = figure.subplots()
             for i, run in enumerate(run for run in best if points(run)):
-                axes.plot(*zip(*points(run), strict=True), ("o-", "s--", "^:")[i // 10 % 3], ms=3, lw=1, label=run["settings"]["attention"])
+                axes.plot(*zip(*points(run), strict=True), ("o-", "s--", "^:")[i // 10 % 3], ms=3, lw=1, label=name_of(run))
             if name == "time":
                 last = [run["curve"][-1][2] for run in best]
                 # the first evaluations are far above the rest, and would press it together
@@ -102,7 +108,7 @@ def pictures(folder: Path, into: Path) -> int:
                 axes.set_xscale("log", base=2)
             axes.set(xlabel=label, ylabel="held-out bits", title=f"{data}, context {context:,}")
             axes.legend(fontsize="small")
-            path = into / f"compare-{data}-{context}-{duration.replace(' ', '-')}-{name}.png"
+            path = into / f"compare-{data}-{context}-{duration.replace(' ', '-')}-{tokens}-{layers}-{name}.png"
             figure.savefig(path, dpi=110)
             print(path)
     return 0

@@ -2,7 +2,7 @@
 
     python examples/compare_attention.py --attention window-1024 --context 32768 --seconds 360 --lr 1e-3 --out runs/compare/window
     python examples/compare_attention.py --attention dense --context 1m --data genomes a.fa.gz b.fa.gz --checkpoint --out runs/compare/dna
-    python examples/compare_attention.py --table runs/compare --pictures docs/images     # what came of them
+    python examples/compare_attention.py --table runs/compare --pictures runs    # what came of them
 
 ``--data bytes`` is the text that this Python's packages ship, ``--data bytes FOLDER`` that of other packages, ``--data genomes FILE …`` two
 strains in a sequence. The learning rate follows the share of ``--seconds`` that is over, and evaluations stop the clock. A run that is
@@ -126,6 +126,8 @@ class Run:
         first = args.first_context or args.context
         # of sequences, each for an equal share of the training
         self.lengths = [first << i for i in range(args.context.bit_length()) if first << i <= args.context]
+        if kind == "genomes" and first % 2:
+            raise ValueError(f"a sequence of {first:,} bases has no halves; give an even --context, and --first-context")
         if self.lengths[-1:] != [args.context]:
             raise ValueError(f"--first-context is {first:,}; expected --context, {args.context:,}, or a half, a quarter, an eighth … of it")
         torch.manual_seed(args.seed)
@@ -158,8 +160,9 @@ class Run:
             return self.model(self.data.inputs(windows), targets=self.data.targets(windows))
 
     def warm_up(self) -> None:
-        """A forward and backward whose gradients are dropped: kernels are compiled and chosen before the clock runs."""
-        self.loss(range(self.batch), 0.0).backward()
+        """Forwards and backwards whose gradients are dropped: kernels are compiled and chosen before the clock runs."""
+        for i in range(len(self.lengths)):
+            self.loss(range(self.batch), i / len(self.lengths)).backward()
         self.model.zero_grad(set_to_none=True)
 
     def bits(self, windows: torch.Tensor) -> torch.Tensor:
@@ -231,12 +234,8 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
     seconds, memory = trainer.done.seconds, trainer.peak_memory()
     start = time.perf_counter()
     figures = run.figures()
-    curve, tokens = [], 0
-    for line in log.read(args.out):
-        # a line of a step has it, one of an evaluation has not
-        tokens += run.batch * line.get("length", 0)
-        if "held_out/bits" in line:
-            curve.append([line["seconds"], tokens, line["held_out/bits"]])
+    tokens = trainer.done.tokens
+    curve = [[x["seconds"], x["tokens"], x["held_out/bits"]] for x in log.read(args.out) if "held_out/bits" in x]
     dense = explain_backend(
         device=device,
         head_dim=args.embed_dim // args.heads,

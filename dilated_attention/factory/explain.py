@@ -196,7 +196,10 @@ def explain_backend(
     if pattern is not None and num_positions is not None:
         num_positions = as_int("num_positions", num_positions, minimum=1)
         # the rows of the largest problem; a segment may be longer than the sequence
-        length = as_int("length", length, minimum=0) or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
+        length = 0 if length is None else as_int("length", length, minimum=0)
+        length = length or max(
+            -(-min(w, num_positions) // r) for w, r in pattern.branches
+        )
     head_dim, num_heads, num_kv_heads = check_counts(head_dim, num_heads, num_kv_heads)
     check_bool("needs_grad", needs_grad)
     # PyTorch's global settings count as in a call: they are part of what backends are asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -236,8 +236,9 @@ class LongNetConfig(ModelConfig):
             # the pattern has converted lists to tuples of plain integers, so that equal configurations compare equal
             self._convert(lambda name, _: getattr(pattern, name), "segment_lengths", "dilation_rates", "head_offsets")
         else:
-            # JSON writes empty tuples as lists
-            self._convert(lambda _, value: tuple(value) if isinstance(value, list) else value, "segment_lengths", "dilation_rates")
+            # JSON writes empty tuples as lists; what is not empty is refused below
+            is_empty = lambda x: isinstance(x, Sized) and not isinstance(x, str | dict) and not len(x)  # noqa: E731
+            self._convert(lambda _, x: () if is_empty(x) else x, "segment_lengths", "dilation_rates")
         for name, (chooser, owners) in _ONLY_WITH.items():
             chosen = self.kind if chooser == "attention" else getattr(self, chooser)
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default

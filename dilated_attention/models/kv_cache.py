@@ -23,8 +23,8 @@ from dilated_attention.functional.arguments import autocast
 from dilated_attention.models.config import LongNetConfig, as_config, as_size
 from dilated_attention.models.summary import readable
 from dilated_attention.modules.rotary import rotary_tables, rotate
-from dilated_attention.pattern.checks import as_int
-from dilated_attention.validation import check_factory
+from dilated_attention.pattern.checks import as_int, shown
+from dilated_attention.validation import DTYPES, check_factory
 
 if TYPE_CHECKING:
     from dilated_attention.modules.core import Attention
@@ -82,8 +82,10 @@ class KVCache:
         self.config = config
         self.num_requests = as_int("num_requests", num_requests, minimum=1, maximum=MAX_REQUESTS)
         self.max_length = as_int("max_length", max_length, minimum=1)
-        self.device = torch.empty(0, device=check_factory(device, dtype)["device"]).device
+        self.device = torch.empty(0, device=check_factory(device, None)["device"]).device
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not (isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES):
+            raise ValueError(f"dtype is {shown(dtype)}; expected float16, bfloat16, float32 or float64, that of the model")
         dispatch.check_name(backend)
         self.backend = backend
         heads = config.num_kv_heads or config.num_heads

@@ -23,7 +23,7 @@ from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, differs
 from dilated_attention.validation import check_bool, check_factory, check_key_padding_mask, check_plain, refuse_where
 
 
@@ -190,7 +190,7 @@ class LongNetStack(nn.Module):
                 with reading as cache_pass:
                     return self.forward(x, seq_len=seq_len, all_layers=all_layers, cache=cache_pass)
         if self.ring is None:
-            if seq_len is not None and as_int("seq_len", seq_len) != x.shape[1]:
+            if seq_len is not None and differs(seq_len, x.shape[1]):
                 raise ValueError(f"seq_len is {seq_len} and there are {x.shape[1]} positions; on one process leave seq_len out")
             seq_len = None
         elif seq_len is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +178,8 @@ def summarise(
         lengths = tuple(
             sorted({1024, 8192, 65536, max((w for one in config.cycle for w in one.segment_lengths if w <= 2**20), default=2**17), 2**20})
         )
+    elif isinstance(lengths, Iterable) and not isinstance(lengths, str | bytes):
+        lengths = tuple(lengths)
     device = "a device"
     if memory is None and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -421,8 +421,11 @@ def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
     """Yields the settings that follow from the attention, whatever the use case: its kind, keys, backend and dtype."""
     yield Setting("kind", kind_of(draft.base, draft.context), *_why_kind(draft))
     if draft.base != "dense" and draft.name != "torchscale":
-        source, reason = "docs/block_sparse.md, What it does not do", "a model that was trained with other keys computes something else"
-        if draft.training and draft.causal:
+        source = "docs/block_sparse.md, What it does not do"
+        reason = (
+            "a model that was trained with other keys computes something else: train it and dense attention on your data where both can"
+        )
+        if draft.training and draft.causal and not draft.implementation:
             source = _TRAINED
             reason = "trained from nothing for 360 s at 32,768 bytes, layers of branches reached 0.892 bits a byte, windows 0.872, dense "
             reason += "layers 1.024, and three windows to a dense layer 0.796: create_model(attention=[…]) makes layers that differ"

@@ -42,6 +42,7 @@ class Progress:
 
     step: int = 0
     sequences: int = 0
+    tokens: int = 0
     seconds: float = 0.0
     evaluations: int = 0
     # of all rows of processes together, in one step
@@ -319,8 +320,9 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        done.step, done.sequences = done.step + 1, done.sequences + done.batch
-        return total, rate, done.batch * self.task.tokens(progress), progress
+        tokens = done.batch * self.task.tokens(progress)
+        done.step, done.sequences, done.tokens = done.step + 1, done.sequences + done.batch, done.tokens + tokens
+        return total, rate, tokens, progress
 
     def _report(self, bits: float, rate: float, tokens: int, progress: float, seconds: float) -> None:
         if self._log is None:
@@ -352,6 +354,6 @@ class Trainer:
                 f"the held-out loss after step {self.done.step} is {bits}; expected a number: start anew with a smaller --lr"
             )
         if self._log is not None:
-            self._log.add(self.done.step, {"held_out/bits": bits, "seconds": self.done.seconds})
+            self._log.add(self.done.step, {"held_out/bits": bits, "seconds": self.done.seconds, "tokens": self.done.tokens})
             self._log.print(f"{self.done.seconds:5.0f} s, step {self.done.step}, held out: {bits:.4f} bits/{self.task.unit}")
         return bits

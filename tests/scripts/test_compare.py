@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,13 @@ def test_a_run_writes_what_came_of_it_and_goes_on(
     code, table, _ = here("compare_attention.py", "--table", tmp_path / "runs", "--pictures", tmp_path / "pictures")
     assert code == 0 and f"| mix-window-dilated | 0.001 | 0 | {longer['bits']:.4f} | {longer['bits']:.4f} |" in table
     # no 24 bytes of the held-out text stand twice in a window
-    pictures = [f"compare-bytes-512-4-steps-{x}.png" for x in ("position", "time")]
+    pictures = [f"compare-bytes-512-4-steps-1024-2-{x}.png" for x in ("position", "time")]
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == pictures
 
 
-def test_sequences_that_grow(part: Part, here: Callable[..., tuple[int, str, str]], packages: Path, tmp_path: Path) -> None:
+def test_sequences_that_grow(
+    part: Part, here: Callable[..., tuple[int, str, str]], packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ["--attention", "window-64", "--data", "bytes", packages, *SMALL]
     grows = [*flags, "--tokens", "256", "--first-context", "128"]
     assert here("compare_attention.py", *grows, "--out", tmp_path / "a")[0] == 0
@@ -163,13 +166,24 @@ def test_sequences_that_grow(part: Part, here: Callable[..., tuple[int, str, str
     lengths = [line["length"] for line in part("recipe.log").read(tmp_path / "a") if "length" in line]
     found = json.loads((tmp_path / "a.json").read_text())
     assert lengths == [256, 256, 512] and found["tokens"] == 1024 and [x[1] for x in found["curve"]] == [512, 1024]
+    script = part("compare_attention")
+    monkeypatch.setattr(sys, "argv", ["compare_attention.py", *map(str, grows)])
+    run, seen = script.Run(script.arguments()[1], torch.device("cpu")), list[torch.Tensor]()
+    run.model = lambda inputs, targets: seen.append(inputs) or torch.zeros(())
+    for sequence, progress in ((0, 0.0), (1, 0.2), (0, 0.4), (0, 0.9), (0, 0.0)):
+        run.loss([sequence], progress)
+    assert [tuple(x.shape) for x in seen] == [(2, 128), (2, 128), (1, 256), (1, 512), (2, 128)] and torch.equal(seen[0], seen[-1])
+    assert len({tuple(row.tolist()) for x in seen[:2] for row in x}) == 4
+    # a run that goes on in another folder has the tokens of the first, too
+    assert here("compare_attention.py", *grows, "--steps", "4", "--resume", tmp_path / "a", "--out", tmp_path / "c")[0] == 0
+    assert json.loads((tmp_path / "c.json").read_text())["tokens"] == 1024 + 512
     code, _, said = here("compare_attention.py", *flags, "--first-context", "100", "--out", tmp_path / "b")
     assert code == 2 and "--first-context is 100; expected --context, 512, or a half, a quarter, an eighth … of it" in said
 
 
 def test_the_page_has_the_figures_of_the_results(part: Part) -> None:
     figures = part("_compare_table")
-    found = figures.results(ROOT / "benchmarks/results/2026-11-29-h200x2/compare")["bytes", 32768, "360 seconds"]
+    found = figures.results(ROOT / "benchmarks/results/2026-11-29-h200x2/compare")["bytes", 32768, "360 seconds", 65536, 10]
     runs = {(run["settings"]["attention"], run["settings"]["lr"]): run for run in found}
     fewest = min(run["tokens"] for run in found)
     page = (ROOT / "docs/patterns.md").read_text(encoding="utf-8").partition("## Which attention should I train with?")[2]

@@ -16,7 +16,7 @@ from dilated_attention.models.images.slide_config import SlideEncoderConfig
 from dilated_attention.models.images.slides import check_finite, checked_slides, grid_positions, rows_of_slides, wrong_step
 from dilated_attention.models.stack import ModelOptions
 from dilated_attention.models.text import has_values
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, differs
 from dilated_attention.validation import check_bool
 
 
@@ -223,7 +223,7 @@ class SlideEncoder(ImageModel):
         )
         whole = tiles.shape[1]
         if ring is None:
-            if seq_len is not None and as_int("seq_len", seq_len) != whole:
+            if seq_len is not None and differs(seq_len, whole):
                 raise ValueError(f"seq_len is {seq_len} and there are {whole} tiles; on one process leave seq_len out")
         elif seq_len is None:
             whole = ring.whole_length(whole, slides=tiles.shape[0], cu_seqlens=bounds)
