@@ -33,6 +33,7 @@ from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_li
 from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import DilatedPattern, pattern_from_spec
+from dilated_attention.pattern.blocks.base import redefined
 
 # what ``exchange`` may be, besides "auto"; "ring" and "2d" run as "auto"
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
@@ -332,6 +333,8 @@ _setups: dict[Hashable, RingSetup] = {}
 def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
     """Returns the setup of calls of this kind, and makes it for the first of them. A full cache forgets all other setups, since those of
     packed batches are not used again."""
+    # a pattern's name may be another class's by now
+    kind = kind, len(redefined)
     setup = _setups.get(kind)
     if setup is None:
         setup = make()

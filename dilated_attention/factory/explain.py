@@ -197,9 +197,7 @@ def explain_backend(
         num_positions = as_int("num_positions", num_positions, minimum=1)
         # the rows of the largest problem; a segment may be longer than the sequence
         length = 0 if length is None else as_int("length", length, minimum=0)
-        length = length or max(
-            -(-min(w, num_positions) // r) for w, r in pattern.branches
-        )
+        length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
     head_dim, num_heads, num_kv_heads = check_counts(head_dim, num_heads, num_kv_heads)
     check_bool("needs_grad", needs_grad)
     # PyTorch's global settings count as in a call: they are part of what backends are asked

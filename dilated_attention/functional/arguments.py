@@ -23,8 +23,7 @@ from dilated_attention.engine.ops.settings import CallSettings, checked_branches
 from dilated_attention.engine.ops.transforms import is_eager
 from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names, checked_softmax
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.blocks.base import redefined
-from dilated_attention.pattern.blocks.compose import refuse_replaced
+from dilated_attention.pattern.blocks.compose import spec_of_call
 from dilated_attention.pattern.checks import as_int, as_int_tuple, one_of
 
 # an internal option, with a name that is no identifier. With it ``attend`` does not run the call, but returns it with its inputs. Its value
@@ -187,11 +186,9 @@ def checked_settings(
     check.check_cu_seqlens(options.cu_seqlens, q, k)
     softmax = checked_softmax(options, q, k, scale)
     registry.check_name(options.backend)
-    if redefined:
-        refuse_replaced(blocks)
     return CallSettings(
         branches=checked,
-        blocks="" if blocks is None else blocks.spec(),
+        blocks="" if blocks is None else spec_of_call(blocks),
         window=options.window,
         is_causal=options.is_causal,
         detached=options.mixture_grad == "detached",

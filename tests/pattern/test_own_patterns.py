@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from dilated_attention import block_sparse_attention, decode_attention
+from dilated_attention import block_sparse_attention, decode_attention, ring_block_sparse_attention
 from dilated_attention.pattern import (
     Axial,
     BigBird,
@@ -21,6 +23,7 @@ from dilated_attention.pattern import (
     PerHead,
     RandomBlocks,
     Strided,
+    with_sparsity,
 )
 from dilated_attention.pattern.blocks.whole_blocks import WholeBlocks
 
@@ -38,6 +41,7 @@ BASES = [
     Strided(2, 1, block_size=64), DilatedBlocks(1, 3, block_size=64), Axial(64, block_size=64), RandomBlocks(0.5, block_size=64),
     Document((130, 170), block_size=64), BlockTensor(torch.eye(5, dtype=torch.bool), block_size=64),
     MaskFunction(lambda batch, head, q_idx, kv_idx: q_idx >= kv_idx, block_size=64), LocalWindow(9) | Causal(), LocalWindow(9) & Causal(),
+    *(with_sparsity(0.5, kind, block_size=64) for kind in ("random", "local", "global_local")),
 ]  # fmt: skip
 
 
@@ -72,6 +76,30 @@ def test_a_derived_class_whose_heads_differ(base: BlockPattern) -> None:
     torch.testing.assert_close(block_sparse_attention(Q, K, V, pattern), by_hand(mask))
 
 
+def test_what_a_class_or_its_own_bases_say_is_kept() -> None:
+    class EvenKeys(MaskFunction):
+        def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> Any:
+            whole = super().mask_mod(num_positions, num_heads, device)
+            return lambda batch, head, query, key: whole(batch, head, query, key) & (key % 2 == 0)
+
+    even = EvenKeys(lambda batch, head, q_idx, kv_idx: q_idx >= kv_idx)
+    assert even.pairs(10, 1) == 30 == int(even.dense_mask(10, 10, 1).sum())
+
+    class StableBase(BlockPattern):
+        is_prefix_stable = True
+
+    class NearOnes(StableBase):
+        def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
+            return (queries - keys).abs() < 9
+
+    class NamedWindow(LocalWindow):
+        pass
+
+    out = decode_attention(Q[:, 40:41], K[:, :41], V[:, :41], torch.tensor([40]), NearOnes())
+    torch.testing.assert_close(out, by_hand(LocalWindow((8, 0)).dense_mask(N, N, H))[:, 40:41])
+    assert NamedWindow(9).causal() == LocalWindow((9, 0))
+
+
 def test_a_derived_window_with_a_reach_of_its_own() -> None:
     class Farther(LocalWindow):
         def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -97,6 +125,7 @@ def test_a_class_defined_again_replaces_the_first() -> None:
             pattern = pattern | pattern if is_joined else pattern
             out = block_sparse_attention(Q, K, V, pattern)
             torch.testing.assert_close(out, by_hand(pattern.dense_mask(N, N, H)))
-    for old in (first, first | LocalWindow(3)):
-        with pytest.raises(TypeError, match=r"older than the class Again.*expected a new one"):
-            block_sparse_attention(Q, K, V, old)
+    # those of the first stay what they were
+    for old in (first, first | LocalWindow(3), first):
+        torch.testing.assert_close(block_sparse_attention(Q, K, V, old), by_hand(old.dense_mask(N, N, H)))
+        torch.testing.assert_close(ring_block_sparse_attention(Q, K, V, old), by_hand(old.dense_mask(N, N, H)))

@@ -47,8 +47,8 @@ _classes: dict[str, type[BlockPattern]] = {}
 # names of classes that were defined again: what is remembered by a pattern's spec holds until there is one more
 redefined: list[str] = []
 # a method that defines a pattern → what says the same faster, or promises something of it
-_ALL_FORMS = "columns", "classify", "entries", "interval", "mask_mod", "causal", "is_prefix_stable"
-_FORMS = {"allowed": _ALL_FORMS, "keeps": ("columns", "is_prefix_stable"), "reach": ("is_prefix_stable",)}
+_ALL_FORMS = "columns", "classify", "entries", "interval", "mask_mod", "causal", "at", "is_prefix_stable"
+_FORMS = {"allowed": _ALL_FORMS, "keeps": ("columns", "is_prefix_stable"), "reach": ("mask_mod", "causal", "is_prefix_stable")}
 _living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 # one of ``BlockPattern.limits``
@@ -159,8 +159,10 @@ class BlockPattern(Pattern):
         # a class that is derived from one of the library's may keep other pairs, of which its bases' faster forms know nothing
         if not cls.__module__.startswith("dilated_attention."):
             forms = {name for definition in _FORMS if definition in vars(cls) for name in _FORMS[definition]}
-            for name in forms - vars(cls).keys():
-                setattr(cls, name, vars(BlockPattern)[name])
+            for name in forms:
+                owner = next(base for base in cls.__mro__ if name in vars(base))
+                if owner.__module__.startswith("dilated_attention."):
+                    setattr(cls, name, vars(BlockPattern)[name])
             above = inspect.getattr_static(cls, "per_head")
             if forms and "per_head" not in vars(cls) and isinstance(above, property):
                 cls.per_head = property(lambda self: above.__get__(self) or BlockPattern.per_head.__get__(self))  # type: ignore[assignment]
@@ -183,10 +185,10 @@ class BlockPattern(Pattern):
         fields = [field for field in dataclasses.fields(self) if field.init]
         return {field.metadata.get("argument", field.name): getattr(self, field.name) for field in fields}
 
-    def _name_object(self) -> None:
+    def _name_object(self, is_needed: bool = False) -> None:
         """Gives a pattern that holds a function or a tensor the number by which its spec refers to it."""
         # not inside a compiled function, where nothing would keep the pattern alive until the graph runs
-        if self.holds_objects and not torch.compiler.is_compiling():
+        if (self.holds_objects or is_needed) and not torch.compiler.is_compiling():
             self._set(_number=next(_numbers))
             _living[self.__dict__["_number"]] = self
 

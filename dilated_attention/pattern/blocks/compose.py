@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
+import json
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, PARTIAL, SEED, BlockPattern, Blocks, Grid, MaskMod, States, _classes
+from dilated_attention.pattern.blocks.base import (
+    FULL,
+    OBJECT,
+    PARTIAL,
+    SEED,
+    BlockPattern,
+    Blocks,
+    Grid,
+    MaskMod,
+    States,
+    _classes,
+    redefined,
+)
 from dilated_attention.pattern.blocks.whole_blocks import (
     DilatedBlocks,
     RandomBlocks,
@@ -56,7 +70,10 @@ class _Composite(BlockPattern):
     @classmethod
     def of(cls, *patterns: BlockPattern) -> _Composite:
         """Returns the composition of patterns. Of one that is a composition of this class, the parts are taken: (a | b) | c has three."""
-        return cls(tuple(part for pattern in patterns for part in (pattern.parts if type(pattern) is cls else (pattern,))))
+        # a derived class with an ``allowed`` of its own may keep others than its parts
+        taken = [isinstance(x, cls) and type(x).allowed is cls.allowed for x in patterns]
+        parts = (pattern.parts if is_taken else (pattern,) for pattern, is_taken in zip(patterns, taken, strict=True))  # type: ignore[attr-defined]
+        return cls(tuple(itertools.chain.from_iterable(parts)))
 
     @property
     def per_head(self) -> bool:
@@ -313,7 +330,9 @@ class Sparsity(BlockPattern):
         return BigBird(_window(num_others, pairs), num_globals, num_random, self.seed if num_random else 0, block_size=block_size)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        return self.at(num_positions).allowed(queries, keys, heads, num_positions)
+        # a derived class with an ``allowed`` of its own has the general ``at``, which is itself
+        at = Sparsity.at if type(self).at is BlockPattern.at else type(self).at
+        return at(self, num_positions).allowed(queries, keys, heads, num_positions)
 
     def cost(self, grid: Grid) -> float:
         return self.ratio * grid.num_columns
@@ -358,11 +377,18 @@ def _nearest(count: Callable[[int], int], wanted: float, low: int, high: int) ->
     return min(range(max(reaching - 1, low), reaching + 1), key=lambda x: abs(count(x) - wanted))
 
 
-def refuse_replaced(value: object) -> None:
-    """Raises TypeError for a pattern, or a part of one, whose class was defined again: its spec names the new class."""
+def spec_of_call(pattern: BlockPattern) -> str:
+    """Returns the spec by which a call finds its pattern: where a class of it was defined again, the pattern itself by number, since in
+    ``pattern.spec()`` the name would be the new class's."""
+    # not seen by torch.compile, which would compile anew with each class
+    if torch.compiler.is_compiling() or not redefined or not _is_replaced(pattern):
+        return pattern.spec()
+    if "_number" not in pattern.__dict__:
+        pattern._name_object(is_needed=True)
+    return json.dumps(f"{OBJECT}{pattern.__dict__['_number']}")
+
+
+def _is_replaced(value: object) -> bool:
     if isinstance(value, BlockPattern):
-        if _classes[type(value).__name__] is not type(value):
-            raise TypeError(f"{value!r} is older than the class {type(value).__name__}, which was defined again; expected a new one of it")
-        value = tuple(value.arguments().values())
-    for part in value if isinstance(value, tuple) else ():
-        refuse_replaced(part)
+        return _classes[type(value).__name__] is not type(value) or any(map(_is_replaced, value.arguments().values()))
+    return isinstance(value, tuple) and any(map(_is_replaced, value))

@@ -236,7 +236,10 @@ class MaskFunction(BlockPattern):
     is_prefix_stable = True
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
-        return MaskFunction.mask_mod(self, num_positions, 0)(torch.zeros_like(heads), heads, queries, keys)
+        # a derived class with an ``allowed`` of its own has the general mask_mod, which asks that
+        has_own = type(self).mask_mod is not BlockPattern.mask_mod
+        mask_mod = self.mask_mod(num_positions, 0) if has_own else MaskFunction.mask_mod(self, num_positions, 0)
+        return mask_mod(torch.zeros_like(heads), heads, queries, keys)
 
     def mask_mod(self, num_positions: int, num_heads: int, device: torch.device | str = "cpu") -> MaskMod:
         # a function may index tables of N entries with positions

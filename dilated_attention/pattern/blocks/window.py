@@ -100,9 +100,8 @@ class LocalWindow(IntervalPattern):
         return min((reach + grid.q_block) / grid.k_block + 1, grid.num_columns)
 
     def causal(self) -> BlockPattern:
-        # a derived class may keep other pairs
-        sides = self.dense_window
-        return super().causal() if sides is None else LocalWindow((sides[0], 0), block_size=self.block_size)
+        assert isinstance(self.window, tuple)
+        return LocalWindow((self.window[0], 0), block_size=self.block_size)
 
     def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
         left, right = self.sides(num_positions)
@@ -205,6 +204,10 @@ class GlobalLocal(LocalWindow):
 
     def cost(self, grid: Grid) -> float:
         return min(super().cost(grid) + 2 * (self.global_tokens / grid.k_block + 1), grid.num_columns)
+
+    def causal(self) -> BlockPattern:
+        # neither global positions nor draws are those of a narrower window
+        return BlockPattern.causal(self)
 
     def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
         return None if self.global_tokens or self.per_head else super().interval(positions, num_positions)
