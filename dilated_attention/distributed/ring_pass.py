@@ -111,7 +111,7 @@ class RingPass:
         # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
         place = call.alive, members.rank, members.size, self.ring, self.seq_len, self.bounds, q.device
         options = call.settings, self.inputs.key_padding_mask is None, torch.are_deterministic_algorithms_enabled()
-        self.setup = cached_setup((*place, *options, q.dtype, q.shape, k.shape), lambda: make_setup(self))
+        self.setup = cached_setup((*place, *options, len(redefined), q.dtype, q.shape, k.shape), lambda: make_setup(self))
         keep_for_graph(self.setup, q.device.type)
 
     def _move(self, what: str) -> None:
@@ -333,8 +333,6 @@ _setups: dict[Hashable, RingSetup] = {}
 def cached_setup(kind: Hashable, make: Callable[[], RingSetup]) -> RingSetup:
     """Returns the setup of calls of this kind, and makes it for the first of them. A full cache forgets all other setups, since those of
     packed batches are not used again."""
-    # a pattern's name may be another class's by now
-    kind = kind, len(redefined)
     setup = _setups.get(kind)
     if setup is None:
         setup = make()
