@@ -157,7 +157,7 @@ class LocalBranchOptions(LocalOptions, BranchOptions, total=False):
 
 class RingOptions(CallOptions, total=False):
     """``CallOptions`` of a sequence of N positions sharded over the W processes of a group. All must be equal on all processes, but
-    for values of tensors, ``backend`` and ``timeout``; what one gives, all give.
+    ``backend``, ``timeout`` and the values of ``key_padding_mask``, ``sinks`` and ``bias``.
 
     ``key_padding_mask`` (B, n) is that of this process's keys, ``cu_seqlens`` has the boundaries in the whole sequence. Dropout is by
     position in the whole sequence: with equal seeds on all processes it equals that of a single process. A process's gradient of ``sinks``

@@ -422,9 +422,7 @@ def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
     yield Setting("kind", kind_of(draft.base, draft.context), *_why_kind(draft))
     if draft.base != "dense" and draft.name != "torchscale":
         source = "docs/block_sparse.md, What it does not do"
-        reason = (
-            "a model that was trained with other keys computes something else: train it and dense attention on your data where both can"
-        )
+        reason = "a model trained with other keys computes something else: train it and dense attention on your data where both can"
         if draft.training and draft.causal and not draft.implementation:
             source = _TRAINED
             reason = "trained from nothing for 360 s at 32,768 bytes, layers of branches reached 0.892 bits a byte, windows 0.872, dense "
