@@ -75,7 +75,7 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def frequent(rows: list[list[float]]) -> list[tuple[float, float]]:
+def frequent_bins(rows: list[list[float]]) -> list[tuple[float, float]]:
     """(lower end, bits) of the bins that have one token in 500 or more: fewer are noise."""
     total = sum(row[2] for row in rows)
     return [(row[0], row[3]) for row in rows if row[0] and row[2] * 500 >= total]
@@ -90,8 +90,8 @@ def pictures(folder: Path, into: Path) -> int:
         best = list({name_of(run): run for run in reversed(runs)}.values())[::-1]
         curves = {
             "time": ("seconds of training", lambda run: [(seconds, bits) for seconds, _, bits in run["curve"]]),
-            "position": ("position in the context", lambda run: frequent(run["by_position"])),
-            "copy": ("how far back the 24 symbols before stand last", lambda run: frequent(run["by_copy"])),
+            "position": ("position in the context", lambda run: frequent_bins(run["by_position"])),
+            "copy": ("how far back the 24 symbols before stand last", lambda run: frequent_bins(run["by_copy"])),
         }
         for name, (label, points) in curves.items():
             if not any(map(points, best)):

@@ -33,7 +33,7 @@ from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_li
 from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import DilatedPattern, pattern_from_spec
-from dilated_attention.pattern.blocks.base import redefined
+from dilated_attention.pattern.blocks.base import redefined_classes
 
 # what ``exchange`` may be, besides "auto"; "ring" and "2d" run as "auto"
 EXCHANGES = ("all_gather", "ring", "all_to_all", "2d")
@@ -111,7 +111,7 @@ class RingPass:
         # a pattern that holds a function is a part of the kind, since its name may be given again once it is gone
         place = call.alive, members.rank, members.size, self.ring, self.seq_len, self.bounds, q.device
         options = call.settings, self.inputs.key_padding_mask is None, torch.are_deterministic_algorithms_enabled()
-        self.setup = cached_setup((*place, *options, len(redefined), q.dtype, q.shape, k.shape), lambda: make_setup(self))
+        self.setup = cached_setup((*place, *options, len(redefined_classes), q.dtype, q.shape, k.shape), lambda: make_setup(self))
         keep_for_graph(self.setup, q.device.type)
 
     def _move(self, what: str) -> None:

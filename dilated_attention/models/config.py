@@ -237,8 +237,8 @@ class LongNetConfig(ModelConfig):
             self._convert(lambda name, _: getattr(pattern, name), "segment_lengths", "dilation_rates", "head_offsets")
         else:
             # JSON writes empty tuples as lists; what is not empty is refused below
-            is_empty = lambda x: isinstance(x, Sized) and not isinstance(x, str | dict) and not len(x)  # noqa: E731
-            self._convert(lambda _, x: () if is_empty(x) else x, "segment_lengths", "dilation_rates")
+            names = "segment_lengths", "dilation_rates"
+            self._convert(lambda _, x: () if isinstance(x, Sized) and not isinstance(x, str | dict) and not len(x) else x, *names)
         for name, (chooser, owners) in _ONLY_WITH.items():
             chosen = self.kind if chooser == "attention" else getattr(self, chooser)
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default

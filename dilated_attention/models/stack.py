@@ -80,8 +80,8 @@ def stack_options(model: str, options: ModelOptions, *, is_ring: bool = False) -
     check_names(model, options)
     given = {name: options.get(name, DEFAULTS[name]) for name in ModelOptions.__annotations__}
     where = {name: given.pop(name) for name in RING_OPTIONS}
-    # checked even where one process has the whole sequence
     given |= check_factory(given["device"], given["dtype"])
+    # checked even where one process has the whole sequence
     ring, is_spread = RingSettings.of(where), is_ring or where["group"] is not None or where["mesh"] is not None
     return {**given, "ring": ring if is_spread else None}
 

@@ -31,9 +31,9 @@ def members_named(name: str) -> Members:
         return Members(None, 0, 1)
     if not dist.is_initialized():
         raise ValueError(f"the group {name!r} is not known here: torch.distributed is not initialised; call init_process_group first")
-    group = _known(name)
+    group = _group_named(name)
     if group is None:
-        raise _destroyed(name)
+        raise _error_of_destroyed(name)
     # not dist.get_rank, which looks it up in several dictionaries
     return Members(group, group.rank(), group.size())
 
@@ -62,12 +62,12 @@ def members_of(group_or_mesh: Any) -> Members:
         raise TypeError(f"expected a ProcessGroup, a DeviceMesh of one axis or None, got {type(group).__name__}")
     # names are given anew after destroy_process_group: that of a destroyed group may be another group's, of other processes.
     # torch.compile cannot trace the question
-    if not torch.compiler.is_compiling() and _known(str(group.group_name)) is not group:
-        raise _destroyed(str(group.group_name))
+    if not torch.compiler.is_compiling() and _group_named(str(group.group_name)) is not group:
+        raise _error_of_destroyed(str(group.group_name))
     return Members(group if group.size() > 1 else None, group.rank(), group.size())
 
 
-def _known(name: str) -> Any:
+def _group_named(name: str) -> Any:
     """Returns the group that has this name now; None if there is none."""
     try:
         return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
@@ -75,7 +75,7 @@ def _known(name: str) -> Any:
         return None
 
 
-def _destroyed(name: str) -> ValueError:
+def _error_of_destroyed(name: str) -> ValueError:
     return ValueError(
         f"the group {name!r} is not known here any more: destroy_process_group has ended it; make a new group (torch.distributed.new_group "
         "or init_device_mesh), and modules with that"

@@ -27,7 +27,7 @@ from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_li
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.engine.plan import Plan
-from dilated_attention.pattern.blocks.base import redefined
+from dilated_attention.pattern.blocks.base import redefined_classes
 
 MaybeTensor = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
@@ -327,7 +327,7 @@ def remember(key: Hashable, dtype: torch.dtype, resolved: ResolvedCall) -> None:
 def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     """Returns a key that also holds the global state that choices depend on."""
     products = torch.backends.cuda.matmul.fp32_precision if dtype is torch.float32 else None
-    return key, len(redefined), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, products
+    return key, len(redefined_classes), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, products
 
 
 def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> Self:

@@ -44,13 +44,13 @@ ABSENT, PARTIAL, FULL = 0, 1, 2
 OBJECT, _CLASS = "object:", "pattern"
 # all pattern classes by name, and the patterns that hold objects by the number in their specs
 _classes: dict[str, type[BlockPattern]] = {}
+_living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
 # names of classes that were defined again: what is remembered by a pattern's spec holds until there is one more
-redefined: list[str] = []
+redefined_classes: list[str] = []
 # a method that defines a pattern → what says the same faster, or promises something of it
 _ALL_FORMS = "columns", "classify", "entries", "interval", "mask_mod", "causal", "at", "is_prefix_stable"
 _FORMS = {"allowed": _ALL_FORMS, "keeps": ("columns", "is_prefix_stable"), "reach": ("mask_mod", "causal", "is_prefix_stable")}
-_living: weakref.WeakValueDictionary[int, BlockPattern] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1)
 # one of ``BlockPattern.limits``
 SEED = "seed", 0, 2**62 - 1
 
@@ -153,7 +153,7 @@ class BlockPattern(Pattern):
         if known is not None and known.__module__ != cls.__module__:
             raise TypeError(f"{cls.__module__}.{cls.__name__} has the name of {known.__module__}.{known.__name__}: give it another name")
         if known is not None:
-            redefined.append(cls.__name__)
+            redefined_classes.append(cls.__name__)
         _classes[cls.__name__] = cls
         _read_once.cache_clear()
         # a class that is derived from one of the library's may keep other pairs, of which its bases' faster forms know nothing
@@ -163,9 +163,9 @@ class BlockPattern(Pattern):
                 owner = next(base for base in cls.__mro__ if name in vars(base))
                 if owner.__module__.startswith("dilated_attention."):
                     setattr(cls, name, vars(BlockPattern)[name])
-            above = inspect.getattr_static(cls, "per_head")
-            if forms and "per_head" not in vars(cls) and isinstance(above, property):
-                cls.per_head = property(lambda self: above.__get__(self) or BlockPattern.per_head.__get__(self))  # type: ignore[assignment]
+            inherited = inspect.getattr_static(cls, "per_head")
+            if forms and "per_head" not in vars(cls) and isinstance(inherited, property):
+                cls.per_head = property(lambda self: inherited.__get__(self) or BlockPattern.per_head.__get__(self))  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         self._set_blocks(checked_block_size(self.block_size))

@@ -25,7 +25,7 @@ from dilated_attention.pattern.blocks.base import (
     MaskMod,
     States,
     _classes,
-    redefined,
+    redefined_classes,
 )
 from dilated_attention.pattern.blocks.whole_blocks import (
     DilatedBlocks,
@@ -71,8 +71,7 @@ class _Composite(BlockPattern):
     def of(cls, *patterns: BlockPattern) -> _Composite:
         """Returns the composition of patterns. Of one that is a composition of this class, the parts are taken: (a | b) | c has three."""
         # a derived class with an ``allowed`` of its own may keep others than its parts
-        taken = [isinstance(x, cls) and type(x).allowed is cls.allowed for x in patterns]
-        parts = (pattern.parts if is_taken else (pattern,) for pattern, is_taken in zip(patterns, taken, strict=True))  # type: ignore[attr-defined]
+        parts = (x.parts if isinstance(x, cls) and type(x).allowed is cls.allowed else (x,) for x in patterns)
         return cls(tuple(itertools.chain.from_iterable(parts)))
 
     @property
@@ -381,7 +380,7 @@ def spec_of_call(pattern: BlockPattern) -> str:
     """Returns the spec by which a call finds its pattern: where a class of it was defined again, the pattern itself by number, since in
     ``pattern.spec()`` the name would be the new class's."""
     # not seen by torch.compile, which would compile anew with each class
-    if torch.compiler.is_compiling() or not redefined or not _is_replaced(pattern):
+    if torch.compiler.is_compiling() or not redefined_classes or not _is_replaced(pattern):
         return pattern.spec()
     if "_number" not in pattern.__dict__:
         pattern._name_object(is_needed=True)
