@@ -38,7 +38,7 @@ from dilated_attention.pattern import BigBird, BlockPattern, DilatedBlocks, Glob
 
 NAMES = (
     "dense", "window-1024", "window-4096", "longnet-2", "longnet-4", "dilated-blocks", "bigbird", "topblocks", "mix-window-dense",
-    "mix-window-dilated", "dilated-offsets",
+    "mix-window-nope", "mix-window-dilated", "dilated-offsets",
 )  # fmt: skip
 # of the needle test: bytes of the string, those of them that only say which it is, and bytes from one string to the next
 NEEDLE, CUE, APART = 32, 8, 40
@@ -82,6 +82,8 @@ def attention_of(name: str, context: int, heads: int, layers: int) -> list[Entry
         "bigbird": [blocks(BigBird((1023, 0), 128, 8))],
         "topblocks": [blocks(TopBlocks(density=0.1))],
         "mix-window-dense": [window(1024)] * 3 + [{"attention": "dense"}],
+        # dense layers that rotate nothing: what they say of a key does not depend on how far back it stands
+        "mix-window-nope": [window(1024)] * 3 + [{"attention": "dense", "positions": "none"}],
         "mix-window-dilated": [window(1024), longnet(context, 4)],
     }
     if name not in entries:
@@ -136,10 +138,12 @@ class Run:
     def build(self, device: torch.device | str) -> LongNetLM:
         args, data = self.args, self.data
         shape: dict[str, Any] = {"embed_dim": args.embed_dim, "num_layers": args.layers, "num_heads": args.heads}
-        tokens = {"vocab_size": data.vocab_size, "kmer": data.kmer, "tie_embeddings": data.kmer == 1, "rotary_base": 500_000.0}
+        tokens = {"vocab_size": data.vocab_size, "kmer": data.kmer, "tie_embeddings": data.kmer == 1}
         entries = attention_of(args.attention, args.context, args.heads, args.layers)
         options: dict[str, Any] = {"checkpoint_activations": args.checkpoint, "backend": args.backend, "device": device}
-        model = create_model("longnet-50m", attention=entries, **shape, **tokens, **options)
+        # a base bounds the context in which equal contents still attract (arXiv 2405.14591, Fig. 1); this is near its bound
+        base = 500_000.0 * max(1.0, args.context / 32_768) ** 2
+        model = create_model("longnet-50m", attention=entries, rotary_base=base, **shape, **tokens, **options)
         assert isinstance(model, LongNetLM)
         return model
 
@@ -248,7 +252,7 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
         "settings": json.loads(settings.save(args)) | {"data": args.data[0]},
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__, "dense_kernels": [dense.forward, dense.backward],
-        "source": run.data.source, "parameters": model.num_parameters, "steps": trainer.done.step,
+        "source": run.data.source, "parameters": model.num_parameters, "rotary_base": model.config.rotary_base, "steps": trainer.done.step,
         "tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds,
         "peak_gib": memory, "final_evaluation_seconds": time.perf_counter() - start,
         "curve": [*curve, [seconds, tokens, figures["bits"]]], **figures,

@@ -32,10 +32,10 @@ FEED_FORWARDS = ("gelu", "relu", "silu", "swiglu")
 NUM_BASES, MAX_KMER = 5, 13
 # fields of a kind of attention, in which layers may differ
 ATTENTION_FIELDS = ("segment_lengths", "dilation_rates", "block_pattern", "head_offsets", "tail", "mixture_grad")
+_OF_ROTATION = {"rotary_base": ("positions", ("rotary", "xpos")), "xpos_scale_base": ("positions", ("xpos",))}
 # field → (the field, and its values, without which it means nothing)
 _ONLY_WITH = {
-    "rotary_base": ("positions", ("rotary", "xpos")),
-    "xpos_scale_base": ("positions", ("xpos",)),
+    **_OF_ROTATION,
     "block_pattern": ("attention", ("block_sparse",)),
 } | dict.fromkeys(("segment_lengths", "dilation_rates", "head_offsets", "tail", "mixture_grad"), ("attention", ("dilated",)))
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
@@ -134,7 +134,8 @@ class LongNetConfig(ModelConfig):
         attention: ``"dilated"`` · ``"dense"`` · ``"block_sparse"``; and for a sequence shared between processes ``"ring_dilated"`` ·
             ``"ring"`` (dense) · ``"ring_block_sparse"``, with the same weights. Or a list of dicts that layers take in turn: layer i has
             entry i mod their number. An entry has the fields ``attention``, ``segment_lengths``, ``dilation_rates``, ``block_pattern``,
-            ``head_offsets``, ``tail`` and ``mixture_grad``, with their usual defaults, and the configuration has none of them beside it.
+            ``head_offsets``, ``tail`` and ``mixture_grad``, with their usual defaults, and the configuration has none of them beside it;
+            and ``positions="none"`` for layers that rotate nothing, in a model whose others do.
         segment_lengths: for dilated attention, w of each branch in positions.
         dilation_rates: r of each branch.
         block_pattern: for block-sparse attention, a ``BlockPattern`` or its ``spec()``. ``LocalWindow((1023, 0))`` is a sliding window.
@@ -266,23 +267,28 @@ class LongNetConfig(ModelConfig):
         for i, entry in enumerate(entries):
             if not isinstance(entry, dict):
                 raise TypeError(f"{name}[{i}] is {shown(entry)} ({type(entry).__name__}); expected a dict such as {{'attention': 'dense'}}")
-            if unknown := [key for key in entry if key not in ("attention", *ATTENTION_FIELDS)]:
+            if unknown := [key for key in entry if key not in ("attention", *ATTENTION_FIELDS, "positions")]:
                 raise ValueError(
-                    f"{name}[{i}] has {', '.join(map(shown, unknown))}; expected some of attention, {', '.join(ATTENTION_FIELDS)}: all "
-                    "others are the same in every layer"
+                    f"{name}[{i}] has {', '.join(map(shown, unknown))}; expected some of attention, {', '.join(ATTENTION_FIELDS)}, "
+                    "positions: all others are the same in every layer"
                 )
             one_of(f"{name}[{i}]['attention']", entry.get("attention", "dilated"), KINDS)
+            one_of(f"{name}[{i}]['positions']", entry.get("positions", "none"), tuple(dict.fromkeys(("none", self.positions))))
             try:
                 layer = self._with(entry)
             except (TypeError, ValueError) as error:
                 raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}[{i}]: {error}") from error
             usual = type(self).__dataclass_fields__
             values = {key: getattr(layer, key) for key in ATTENTION_FIELDS}
-            checked.append({"attention": layer.attention} | {key: value for key, value in values.items() if value != usual[key].default})
+            values = {"attention": layer.attention} | {key: value for key, value in values.items() if value != usual[key].default}
+            checked.append(values if layer.positions == self.positions else values | {"positions": layer.positions})
         return tuple(checked)
 
     def _with(self, entry: dict[str, Any]) -> LongNetConfig:
-        return replace(self, **{"attention": "dilated"} | entry)
+        # the numbers of a rotation go with it
+        usual = type(self).__dataclass_fields__
+        unused = [name for name in _OF_ROTATION if entry.get("positions") == "none"]
+        return replace(self, **{"attention": "dilated"} | {name: usual[name].default for name in unused} | entry)
 
     @property
     def kind(self) -> str:
@@ -304,6 +310,11 @@ class LongNetConfig(ModelConfig):
     def patterns(self) -> tuple[DilatedPattern | BlockPattern, ...]:
         """The patterns of ``cycle``."""
         return tuple(one.pattern for one in self.cycle)
+
+    @property
+    def layer_positions(self) -> tuple[str, ...]:
+        """``positions`` of ``cycle``."""
+        return tuple(one.positions for one in self.cycle)
 
     def sum_over_layers(self, figures: Sequence[T]) -> T:
         """Returns the sum over all layers of a figure of each configuration in ``cycle``."""

@@ -92,6 +92,7 @@ class KVCache:
         # layer i has entry i mod their number; equal patterns have one and the same
         kinds = {pattern: row_keys(pattern, config.num_heads, heads, self.max_length, self.device) for pattern in config.patterns}
         self.row_keys: list[RowKeys] = [kinds[pattern] for pattern in config.patterns]
+        self.rotates = [positions != "none" for positions in config.layer_positions]
         self.lengths = [0] * self.num_requests
         self.active = [True] * self.num_requests
         self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)
@@ -353,7 +354,7 @@ class CachePass:
         # (queries' table, keys' table) of the new positions, with which queries and keys are rotated
         self.tables: Any = None
         config = cache.config
-        if config.positions != "none":
+        if any(cache.rotates):
             base = config.xpos_scale_base if config.positions == "xpos" else None
             tables = rotary_tables(self.positions, None, cache.max_length, config.head_dim, config.rotary_base, base, cache.dtype)
             # in a step each batch entry has its own position
@@ -381,13 +382,14 @@ class CachePass:
                 f"make the cache with dtype={k.dtype}, device={str(k.device)!r}"
             )
         cached, keys = cache.cached(layer, self.requests), cache.row_keys[layer % len(cache.row_keys)]
+        tables = self.tables if cache.rotates[layer % len(cache.rotates)] else None
         if self.start is None and dispatch.has_kernels(k):
             from dilated_attention.engine.decode.triton import rotate_and_append
 
-            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, self.tables)
+            row = rotate_and_append(q[:, 0], k[:, 0], v[:, 0], self.positions, cached, tables)
         else:
-            if self.tables is not None:
-                q, k = rotate(q, self.tables[0]), rotate(k, self.tables[1])
+            if tables is not None:
+                q, k = rotate(q, tables[0]), rotate(k, tables[1])
             if self.start is not None:
                 return self._attend_chunk(q, k, v, cached, self.start, attention, keys)
             cached.write(self.positions[:, None], k, v)

@@ -230,10 +230,10 @@ class LongNetStack(nn.Module):
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
         made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
-        shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "patterns", "positions", "rotary_base", "xpos_scale_base")
+        shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "patterns", "layer_positions", "rotary_base", "xpos_scale_base")
         other = [name for name in shape if made_for is not self.config and getattr(made_for, name) != getattr(self.config, name)]
         if other:
-            names = ", ".join(other).replace("patterns", "pattern")
+            names = ", ".join(other).replace("patterns", "pattern").removeprefix("layer_").replace(" layer_", " ")
             raise ValueError(f"the cache was made for a model with another {names}; make it with this model's config")
         return nullcontext(cache) if isinstance(cache, CachePass) else cache.reading(x.shape[0], x.shape[1])
 

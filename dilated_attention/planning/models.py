@@ -289,7 +289,8 @@ def _step_seconds(run: ModelRun, problems: tuple[Problem, ...], flops: float) ->
     linear = flops * (4 / 3 if repeats_forward else 1) / problem.world_size / (peak * _LINEAR_SHARE)
     saved = block_bytes(run.stack, problem.dtype.itemsize, is_plain=False)[0] * run.stack.num_layers * problem.rows * problem.batch_size
     passes_moved = 1 + _FORWARD_FRACTION * repeats_forward if problem.training else _FORWARD_FRACTION
-    times = _TRAFFIC * (1 if run.stack.positions == "none" else _ROTARY_FACTOR)
+    rotations = run.stack.sum_over_layers([1 if positions == "none" else _ROTARY_FACTOR for positions in run.stack.layer_positions])
+    times = _TRAFFIC * rotations / run.stack.num_layers
     traffic = times * passes_moved * saved / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
         f"attention {seconds_text(attention)} ({sources}); "

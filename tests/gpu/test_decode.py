@@ -110,6 +110,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "window": {"attention": "block_sparse", "block_pattern": LocalWindow((100, 0))},
     "blocks": {"attention": "block_sparse", "block_pattern": Strided(2, block_size=64) | LocalWindow((30, 0), block_size=64)},
     "xpos": {"segment_lengths": (64, 512), "dilation_rates": (1, 4), "positions": "xpos"},
+    "mixed": {
+        "attention": [
+            {"attention": "block_sparse", "block_pattern": LocalWindow((100, 0))},
+            {"attention": "dense", "positions": "none"},
+        ]
+    },
 }
 
 

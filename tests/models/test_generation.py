@@ -18,6 +18,7 @@ SHAPE: dict[str, Any] = {"vocab_size": 50, "embed_dim": 32, "num_layers": 2, "nu
 DILATED: dict[str, Any] = {"segment_lengths": (8, 24), "dilation_rates": (1, 3)}
 LLAMA: dict[str, Any] = {"ffn": "swiglu", "norm": "rms_norm", "sub_norm": False, "qk_norm": True, "bias": False, "tie_embeddings": False}
 WINDOW = LocalWindow((13, 0), block_size=64)
+WINDOWED = {"attention": "block_sparse", "block_pattern": WINDOW}
 CONFIGS: dict[str, dict[str, Any]] = {
     "longnet": {**DILATED, "num_kv_heads": 2},
     # 8 and 12 have no common multiple among themselves
@@ -28,11 +29,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # as many keys as a window at most, in segments
     "one branch": {"segment_lengths": (8,), "dilation_rates": (1,)},
     "llama": {"attention": "dense", "num_kv_heads": 1, **LLAMA},
-    "window": {"attention": "block_sparse", "block_pattern": WINDOW},
+    "window": WINDOWED,
     "global": {"attention": "block_sparse", "block_pattern": GlobalLocal((13, 0), 5, block_size=64), "num_kv_heads": 2},
     "blocks": {"attention": "block_sparse", "block_pattern": Strided(2, block_size=64) | LocalWindow(3, block_size=64)},
     # each layer's stretch as long as it needs
-    "mixed": {"attention": [{"attention": "block_sparse", "block_pattern": WINDOW}, {"attention": "dilated", **DILATED}]},
+    "mixed": {"attention": [WINDOWED, {"attention": "dilated", **DILATED}]},
+    "mixed positions": {"rotary_base": 500.0, "attention": [WINDOWED, {"attention": "dense", "positions": "none"}]},
     "mixed blocks": {
         "num_layers": 3,
         "attention": [
@@ -303,6 +305,12 @@ def stepped(tokens: torch.Tensor) -> object:
         (lambda: KVCache(model(), 1, 1000), "LongNetConfig"),  # type: ignore[arg-type]
         (call_of(frozen("xpos", xpos_scale_base=0.1)), "XPOS overflows"),
         (call_of(frozen(), KVCache(model("uneven", num_kv_heads=2).config, 2, 30)), "another pattern; make it with this model's config"),
+        (
+            call_of(
+                frozen("mixed positions"), KVCache(model("mixed positions", attention=[WINDOWED, {"attention": "dense"}]).config, 2, 30)
+            ),
+            "for a model with another positions; make it",
+        ),
         (
             call_of(frozen(), KVCache(model().config, 2, 30, dtype=torch.bfloat16)),
             r"the cache holds torch.bfloat16 .* make the cache with dtype=torch.float32",

@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_layers": 3,
         "attention": (
             {"attention": "block_sparse", "block_pattern": LocalWindow((11, 11))},
-            {"attention": "dilated", **DILATED, "head_offsets": ((0, 0, 0, 0), (3, 1, 2, 0))},
+            {"attention": "dilated", **DILATED, "head_offsets": ((0, 0, 0, 0), (3, 1, 2, 0)), "positions": "none"},
         ),
     },
 }
@@ -74,13 +74,13 @@ def reference(model: LongNetLM, tokens: torch.Tensor) -> torch.Tensor:
 
     entries = [{}] if isinstance(config.attention, str) else config.attention
     for depth, block in enumerate(model.decoder.blocks):
-        pattern = replace(config, **entries[depth % len(entries)]).pattern
-        m = pattern.dense_mask(n, n, heads).double() * seen
+        layer = replace(config, **entries[depth % len(entries)])
+        m = layer.pattern.dense_mask(n, n, heads).double() * seen
         inner, a = block.attention_norm(x), block.attention
         q, k, v = (linear(inner).unflatten(-1, (-1, dim)).transpose(1, 2) for linear in (a.q_proj, a.k_proj, a.v_proj))
         if config.qk_norm:
             q, k = a.q_norm(q), a.k_norm(k)
-        if config.positions == "rotary":
+        if layer.positions == "rotary":
             q, k = rotate(q), rotate(k)
         k, v = (y.repeat_interleave(heads // y.shape[1], dim=1) for y in (k, v))
         weights = m * (q @ k.mT / dim**0.5).exp()
@@ -178,6 +178,14 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
         (
             {"attention": [DILATED | {"window": 8}], **NO_BRANCHES},
             r"attention\[0\] has 'window'; expected some of attention, segment_lengths",
+        ),
+        (
+            {"attention": [DILATED, DILATED | {"positions": "xpos"}], **NO_BRANCHES},
+            r"attention\[1\]\['positions'\] is 'xpos'; expected one of 'none', 'rotary'",
+        ),
+        (
+            {"attention": [DILATED | {"positions": "rotary"}], "positions": "none", **NO_BRANCHES},
+            r"attention\[0\]\['positions'\] is 'rotary'; expected",
         ),
         ({"attention": [{"attention": "dense", "tail": "zero_keys"}], **NO_BRANCHES}, r"attention\[0\]: tail is 'zero_keys' and attention"),
         ({"norm": "batch_norm"}, "norm is 'batch_norm'"),

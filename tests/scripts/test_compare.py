@@ -118,6 +118,8 @@ def test_every_name_is_a_model_that_reads(part: Part) -> None:
     assert offsets[1] == ((0, 0, 0, 0), (0, 1, 2, 3), (4, 5, 6, 7)) and offsets[0][2] == (0, 1, 2, 3)
     kinds = [entry["attention"] for entry in script.attention_of("mix-window-dense", 2**15, 4, 8)]
     assert kinds == ["block_sparse"] * 3 + ["dense"]
+    entries = script.attention_of("mix-window-nope", 2**15, 4, 8)
+    assert [entry.get("positions", "rotary") for entry in entries] == ["rotary"] * 3 + ["none"]
     with pytest.raises(ValueError, match="--attention is far; expected one of dense, window-1024"):
         script.attention_of("far", 700, 2, 4)
 
@@ -131,7 +133,7 @@ def test_a_run_writes_what_came_of_it_and_goes_on(
     found = json.loads((tmp_path / "runs" / "a.json").read_text())
     assert code == 0 and said.splitlines()[-1].startswith(f"done: {found['bits']:.4f} bits per byte, ")
     assert (found["steps"], found["tokens"], found["settings"]["attention"]) == (3, 3 * 1024, "mix-window-dilated")
-    assert found["dense_kernels"] == ["sdpa_cpu", "sdpa_cpu"]
+    assert found["dense_kernels"] == ["sdpa_cpu", "sdpa_cpu"] and found["rotary_base"] == 500_000.0
     assert [tokens for _, tokens, _ in found["curve"]] == [2048, 3072] and found["curve"][-1][2] == found["bits"]
     # four windows of 512 targets, each in one bin
     assert [row[:3] for row in found["by_position"]] == [*([2**i, 2 ** (i + 1), 4 * 2**i] for i in range(9)), [512, 1024, 4]]
@@ -202,6 +204,13 @@ def test_the_page_has_the_figures_of_the_results(part: Part) -> None:
         assert row[1:] == [*(f"{x:.3f}" for x in bits), f"{run['tokens_per_second'] / 1000:.0f}k"]
     assert f"dense at 2e-3: {runs['dense', 2e-3]['bits']:.3f}" in page
     advice = recommend("training", 32768, gpu="H200").setting("accuracy").reason
-    assert re.findall(r"\d\.\d{3}", advice) == [
-        f"{runs[x, 1e-3]['bits']:.3f}" for x in ("longnet-4", "window-1024", "dense", "mix-window-dense")
-    ]
+    readme = next(line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("Trained from nothing"))
+    for text, names_told in (
+        (advice, ("longnet-4", "window-1024", "dense", "mix-window-dense")),
+        (readme, ("mix-window-dense", "longnet-4", "window-1024", "dense")),
+    ):
+        assert re.findall(r"\d\.\d{3}", text) == [f"{runs[x, 1e-3]['bits']:.3f}" for x in names_told]
+    longer = figures.results(ROOT / "benchmarks/results/2026-11-30-h200x2/compare")["bytes", 131072, "360 seconds", 131072, 10]
+    of = {run["settings"]["attention"]: run for run in longer}
+    told = f"reached {of['mix-window-dense']['bits']:.3f} and dense attention, in {of['dense']['steps']} steps, {of['dense']['bits']:.3f}"
+    assert told in page
