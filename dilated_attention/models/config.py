@@ -285,10 +285,11 @@ class LongNetConfig(ModelConfig):
         return tuple(checked)
 
     def _with(self, entry: dict[str, Any]) -> LongNetConfig:
-        # the numbers of a rotation go with it
-        usual = type(self).__dataclass_fields__
-        unused = [name for name in _OF_ROTATION if entry.get("positions") == "none"]
-        return replace(self, **{"attention": "dilated"} | {name: usual[name].default for name in unused} | entry)
+        changes: dict[str, Any] = {"attention": "dilated"}
+        if entry.get("positions") == "none":
+            # the numbers of a rotation go with it
+            changes |= {name: type(self).__dataclass_fields__[name].default for name in _OF_ROTATION}
+        return replace(self, **changes | entry)
 
     @property
     def kind(self) -> str:
