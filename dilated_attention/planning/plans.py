@@ -196,7 +196,7 @@ class AttentionPlan(Plan):
         flags = [self.dtype, "causal" if self.is_causal else "full", "training" if self.training else "inference"]
         spread = f", {self.world_size} processes, {self.layout}" if self.world_size > 1 else ", 1 process" if self.kind in RINGS else ""
         return [
-            f"{self.kind}, {length} × {self.batch_size}, {heads}, {', '.join(flags)}{spread}",
+            f"{self.kind}, {length} × {self.batch_size:,}, {heads}, {', '.join(flags)}{spread}",
             f"on {self.device} with {readable(self.device_memory)} (from: {self.device_source})",
             *([] if self.pattern == "every key" else [f"pattern: {self.pattern}"]),
         ]
@@ -283,7 +283,10 @@ class ModelPlan(Plan):
         flags += ["activations checkpointed"] if self.checkpoint_activations else []
         flags += [f"{self.world_size} processes share a sequence"] if self.world_size > 1 else []
         flags += [f"weights over {self.weight_shards} processes"] if self.weight_shards > 1 else []
-        return [f"{self.preset}, {length} × {self.batch_size}, {', '.join(flags)}", f"on {self.device} with {readable(self.device_memory)}"]
+        return [
+            f"{self.preset}, {length} × {self.batch_size:,}, {', '.join(flags)}",
+            f"on {self.device} with {readable(self.device_memory)}",
+        ]
 
     def __str__(self) -> str:
         lines = [

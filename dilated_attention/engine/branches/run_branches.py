@@ -153,13 +153,13 @@ def _part_of(plan: Plan, stage: Stage, heads: Range, positions: Range, concurren
     return Part(stage, heads, positions, problems, concurrent)
 
 
-def _layout(plan: Plan, part: Part, keeps_parts: bool = False) -> Layout:
+def _layout(plan: Plan, part: Part, keeps_parts: bool = False, batch_size: int | None = None) -> Layout:
     """Returns the layout of the places where results of a chunk wait: those of all branches with ``keeps_parts``, else of all but the
-    direct branch, which is written into the result itself.
+    direct branch, which is written into the result itself. ``batch_size``: None for the plan's.
 
     Batch entries count as documents: a branch's segments follow those of the previous batch entry, so that one launch takes all of them.
     """
-    (B, _, _), H, (first, last) = plan.size, plan.shape.num_heads, part.positions
+    B, H, (first, last) = plan.size[0] if batch_size is None else batch_size, plan.shape.num_heads, part.positions
     documents = tuple(itertools.pairwise(range(0, B * (last - first) + 1, last - first)))
     shape = whole_shape(H, H, documents[-1][1], False)._replace(documents=documents)
     return layout_of(part.stage.pattern, shape, keeps_parts, part.heads)
@@ -311,7 +311,8 @@ def terms(plan: Plan) -> Terms:
         heads, positions = min(stage.heads, H), min(stage.positions, N)
         part = _part_of(plan, stage, (0, heads), (0, positions))
         is_merged = keeps_parts or not part.problems.single
-        waiting = "parts", heads * _layout(plan, part, keeps_parts).num_places * row_bytes * is_merged
+        # each batch entry has as many places
+        waiting = "parts", heads * B * _layout(plan, part, keeps_parts, 1).num_places * row_bytes * is_merged
         if not plan.is_backward:
             return [waiting]
         if not own_keys:

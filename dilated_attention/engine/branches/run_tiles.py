@@ -65,16 +65,22 @@ def head_bytes(
     return counts.num_places * (width + 4), budget
 
 
-def ranges_of(plan: Plan) -> tuple[tuple[Range, Range], ...]:
+def split_of(plan: Plan) -> tuple[int, tuple[Range, ...]]:
     """Returns (batch entries, query heads) that run at a time: all if the waiting results fit the budget, else heads of one batch entry."""
     B, H = plan.size[0], plan.shape.num_heads
     row_bytes, budget = head_bytes(plan.pattern, plan.shape, plan.size, plan.is_backward, plan.is_detached, plan.is_saved)
     # with saved outputs both passes run everything at once
     if plan.is_saved or B * H * row_bytes <= budget:
-        return (((0, B), (0, H)),)
+        return B, ((0, H),)
     group = H // plan.shape.num_kv_heads
     count = min(H, max(1, budget // max(1, group * row_bytes)) * group)
-    return tuple([((b, b + 1), (h, min(h + count, H))) for b in range(B) for h in range(0, H, count)])
+    return 1, tuple([(h, min(h + count, H)) for h in range(0, H, count)])
+
+
+def ranges_of(plan: Plan) -> tuple[tuple[Range, Range], ...]:
+    """Returns the batch entries and query heads of each share."""
+    at_once, heads = split_of(plan)
+    return tuple([((b, b + at_once), part) for b in range(0, max(1, plan.size[0]), max(1, at_once)) for part in heads])
 
 
 def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
@@ -187,7 +193,8 @@ def terms(plan: Plan) -> Terms:
     queries_and_keys = 2 * num_queries + shape.keys[1] - shape.keys[0]
     most = 0
     # all batch entries take the same amount
-    for B, heads in dict.fromkeys((last - first, heads) for (first, last), heads in ranges_of(plan)):
+    B, shares = split_of(plan)
+    for heads in shares:
         layout = layout_of(plan.pattern, shape, own if plan.is_backward else is_saved, heads)
         H = heads[1] - heads[0]
         extent = Extent.of(layout.walk, layout.shared, B, H, H * shape.num_kv_heads // shape.num_heads, head_dim)
