@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _interrupt  # noqa: F401 - before torch
 import torch
 from _compare_data import Strains, Text, binned, copy_distance
 from recipe import log, settings
@@ -221,7 +222,7 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
         run = Run(args, device)
         model = run.model
         task = Task(
-            loss=run.loss, evaluate=run.evaluate, tokens=run.tokens, unit=run.data.unit, data=run.data.data,
+            loss=run.loss, evaluate=run.evaluate, tokens=run.tokens, length=run.length, unit=run.data.unit, data=run.data.data,
             evaluations=args.evaluations, batch=run.batch,
         )  # fmt: skip
         matrices = [p for p in model.parameters() if p.ndim == 2]

@@ -65,6 +65,7 @@ class Task:
         evaluations: how many on the way.
         batch: sequences that a process takes at a time.
         accumulate: how many times a step, when a run begins; their gradients are added up.
+        length: tokens of a sequence, by progress, where several stand for one of ``tokens``; None where none do.
     """
 
     loss: Callable[[Sequence[int], float], torch.Tensor]
@@ -76,6 +77,7 @@ class Task:
     evaluations: int
     batch: int
     accumulate: int = 1
+    length: Callable[[float], int] | None = None
 
 
 def schedule(progress: float) -> float:
@@ -328,7 +330,7 @@ class Trainer:
         if self._log is None:
             return
         unit, speed = self.task.unit, tokens / max(seconds, 1e-9)
-        length = self.task.tokens(progress)
+        length = (self.task.length or self.task.tokens)(progress)
         values = {
             "train/bits": bits,
             "length": length,
