@@ -113,6 +113,9 @@ class Strains:
         if len(files) < 2:
             raise ValueError(f"--data genomes has {len(files)} files; expected FASTA files of at least two strains")
         genomes = [read_genome(path) for path in files]
+        for i, genome in enumerate(genomes):
+            if any(genome.symbols.equal(earlier.symbols) for earlier in genomes[:i]):
+                raise ValueError(f"{files[i]} holds the bases of another file; expected strains that differ: leave it out")
         strains: list[torch.Tensor] = []
         coded: list[torch.Tensor] = []
         for genome in genomes:

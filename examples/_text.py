@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from recipe.settings import number
 
 from dilated_attention.parsing import size
 
@@ -21,7 +22,7 @@ HOLD_OUT = 12
 def read(path: Path | None, at_least: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     """(training bytes, validation bytes, where they are from), uint8.
 
-    A single file is split at 11/12 of its length, or earlier if the validation needs it. Of a folder every 12th file is held out.
+    A single file is split at 11/12 of its length, or earlier if the validation needs it. Of a folder with more every 12th file is held out.
 
     Args:
         path: a file or a folder of text; None for the ``*.py`` files of the standard library, site-packages left out.
@@ -35,7 +36,7 @@ def read(path: Path | None, at_least: int) -> tuple[torch.Tensor, torch.Tensor, 
         if len(part) < at_least:
             raise ValueError(
                 f"--data {path or source} has {len(part):,} bytes to {name}, and a context of {at_least - 1:,} needs {at_least:,}; "
-                "give more text or a smaller --context"
+                "give more text or a smaller --context; of a folder every 12th file is held out, of one file a 12th"
             )
     return train, held_out, source
 
@@ -43,15 +44,17 @@ def read(path: Path | None, at_least: int) -> tuple[torch.Tensor, torch.Tensor, 
 def _parts(path: Path | None, at_least: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     if path is not None and not path.exists():
         raise ValueError(f"--data {path} does not exist; expected a text file or a folder of them")
-    if path is not None and path.is_file():
-        text = _tensor([path.read_bytes()])
-        cut = min(len(text) * (HOLD_OUT - 1) // HOLD_OUT, max(len(text) - at_least, len(text) // 2))
-        return text[:cut], text[cut:], str(path)
     folder = path or Path(sysconfig.get_paths()["stdlib"])
-    pattern = "*" if path else "*.py"
-    files = sorted(file for file in folder.rglob(pattern) if file.is_file() and "site-packages" not in file.parts)
+    if folder.is_file():
+        files = [folder]
+    else:
+        files = sorted(file for file in folder.rglob("*" if path else "*.py") if file.is_file() and "site-packages" not in file.parts)
     if not files:
         raise ValueError(f"--data {folder} holds no files; give a text file or a folder of text files")
+    if len(files) == 1:
+        text = _tensor([files[0].read_bytes()])
+        cut = min(len(text) * (HOLD_OUT - 1) // HOLD_OUT, max(len(text) - at_least, len(text) // 2))
+        return text[:cut], text[cut:], str(files[0])
     train = [file.read_bytes() for i, file in enumerate(files) if i % HOLD_OUT]
     held_out = [file.read_bytes() for i, file in enumerate(files) if i % HOLD_OUT == 0]
     return _tensor(train), _tensor(held_out), f"{len(files)} files of {folder.name}"
@@ -84,7 +87,7 @@ def document_parser(description: str | None, context: int, seconds: float) -> ar
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
     parser.add_argument("--context", type=size, default=context, help="bytes of the document's end that are read")
-    parser.add_argument("--train-seconds", type=float, default=seconds, help="of each model")
+    parser.add_argument("--train-seconds", type=number(float, 0, above=True), default=seconds, help="of each model")
     parser.add_argument("--steps", type=size, default=10**9, help="of training, at most")
     return parser
 

@@ -61,9 +61,9 @@ def longnet(context: int, growth: int) -> Entry:
 
 def attention_of(name: str, context: int, heads: int, layers: int) -> list[Entry]:
     """The entries of ``create_model(attention=…)``, which layers take in turn."""
-    if size := re.fullmatch(r"window-(\d+)", name):
+    if size := re.fullmatch(r"window-0*([1-9]\d{0,17})", name):
         return [window(int(size[1]))]
-    if growth := re.fullmatch(r"longnet-(\d+)", name):
+    if growth := re.fullmatch(r"longnet-0*([2-9]|[1-9]\d{1,17})", name):
         return [longnet(context, int(growth[1]))]
     if name == "dilated-blocks":
         # the first 128 keys, a window of 1,024, and at each rate 4, 16, … four blocks of 128 before it, until they reach the whole context
@@ -88,7 +88,9 @@ def attention_of(name: str, context: int, heads: int, layers: int) -> list[Entry
         "mix-window-dilated": [window(1024), longnet(context, 4)],
     }
     if name not in entries:
-        raise ValueError(f"--attention is {name}; expected one of {', '.join(NAMES)}, or another number behind window- or longnet-")
+        raise ValueError(
+            f"--attention is {name}; expected one of {', '.join(NAMES)}, or another number behind window-, from 1, or longnet-, from 2"
+        )
     return entries[name]
 
 

@@ -105,6 +105,8 @@ def test_a_sequence_is_a_place_of_two_strains(part: Part, tmp_path: Path) -> Non
         data.Strains(files, 65536, torch.device("cpu"))
     with pytest.raises(ValueError, match="expected FASTA files of at least two strains"):
         data.Strains(files[:1], 4096, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"a\.fa holds the bases of another file; expected strains that differ: leave it out"):
+        data.Strains([*files, files[0]], 4096, torch.device("cpu"))
 
 
 def test_every_name_is_a_model_that_reads(part: Part) -> None:
@@ -120,8 +122,9 @@ def test_every_name_is_a_model_that_reads(part: Part) -> None:
     assert kinds == ["block_sparse"] * 3 + ["dense"]
     entries = script.attention_of("mix-window-nope", 2**15, 4, 8)
     assert [entry.get("positions", "rotary") for entry in entries] == ["rotary"] * 3 + ["none"]
-    with pytest.raises(ValueError, match="--attention is far; expected one of dense, window-1024"):
-        script.attention_of("far", 700, 2, 4)
+    for name in ("far", "window-0", "window-" + "9" * 19, "longnet-0", "longnet-1", "longnet-" + "9" * 19):
+        with pytest.raises(ValueError, match=f"--attention is {name}; expected one of dense, window-1024, .* behind window-, from 1"):
+            script.attention_of(name, 700, 2, 4)
 
 
 def test_a_run_writes_what_came_of_it_and_goes_on(

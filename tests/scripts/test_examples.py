@@ -175,6 +175,28 @@ def test_what_a_missing_package_draws_is_left_out_and_one_that_is_needed_is_name
     assert result.stdout.splitlines()[-1].startswith("done: ")
 
 
+def test_a_document_is_trained_on_for_some_time(part: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a negative time steps never ended, and 0 divided by itself."""
+    parser = part("_text").document_parser(None, 64, 1.0)
+    for value in ("nan", "0", "-1", "inf"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--train-seconds", value])
+        assert f"argument --train-seconds: got {value}; expected a number > 0" in capsys.readouterr().err
+
+
+def test_a_folder_of_one_file_is_read_as_that_file(part: Callable[[str], Any], text: Path, tmp_path: Path) -> None:
+    """It was held out as a whole, as the first of twelve."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "text.txt").write_bytes(text.read_bytes())
+    read = part("_text").read
+    (train, held_out, _), (train_of_file, held_out_of_file, _) = read(folder, 513), read(text, 513)
+    assert train.equal(train_of_file) and held_out.equal(held_out_of_file) and len(train) > 10 * len(held_out)
+    (folder / "two.txt").write_text("short")
+    with pytest.raises(ValueError, match="has 5 bytes to train on, .*; of a folder every 12th file is held out, of one file a 12th"):
+        read(folder, 513)
+
+
 def torchrun(processes: int = 2) -> list[str]:
     return ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
 
