@@ -88,9 +88,7 @@ def attention_of(name: str, context: int, heads: int, layers: int) -> list[Entry
         "mix-window-dilated": [window(1024), longnet(context, 4)],
     }
     if name not in entries:
-        raise ValueError(
-            f"--attention is {name}; expected one of {', '.join(NAMES)}, or another number behind window-, from 1, or longnet-, from 2"
-        )
+        raise ValueError(f"--attention is {name}; expected one of {', '.join(NAMES)}, or another number: window- from 1, longnet- from 2")
     return entries[name]
 
 

@@ -41,10 +41,15 @@ def block_bytes(config: LongNetConfig, activation_bytes: int, *, is_plain: bool)
     return saved, activation_bytes * (wide + inner + embed) + 4 * embed
 
 
+def residual_bytes(config: LongNetConfig, activation_bytes: int) -> int:
+    """Returns the bytes per element of a block's input in training: under autocast float32, but of k-mers, whose tables are multiplied."""
+    return activation_bytes if config.kmer > 1 else 4
+
+
 def training_bytes(config: LongNetConfig, activation_bytes: int, *, checkpoint_activations: bool) -> int:
     """Estimates the bytes per position in training a stack of blocks without dropout, see ``block_bytes``; on a GPU where
-    ``activation_bytes`` is 2. With ``checkpoint_activations`` a block only saves its input, with 4 bytes per element (float32 under
-    autocast). The estimate adds up the tensors that must be alive at once; docs/models.md compares it with measured peaks."""
+    ``activation_bytes`` is 2. With ``checkpoint_activations`` a block only saves its input (see ``residual_bytes``). The
+    estimate adds up the tensors that must be alive at once; docs/models.md compares it with measured peaks."""
     block, passing = block_bytes(config, activation_bytes, is_plain=activation_bytes == 4)
     embed = config.embed_dim
 
@@ -54,7 +59,9 @@ def training_bytes(config: LongNetConfig, activation_bytes: int, *, checkpoint_a
         return int(activation_bytes * embed * sum(1 / rate for rate in one.dilation_rates)) * is_saved
 
     if checkpoint_activations:
-        return config.num_layers * 4 * embed + passing + block + max(map(outputs, config.cycle))
+        # what a block computes again is all but its input
+        again = block - activation_bytes * embed
+        return config.num_layers * residual_bytes(config, activation_bytes) * embed + passing + again + max(map(outputs, config.cycle))
     return config.num_layers * block + config.sum_over_layers([*map(outputs, config.cycle)]) + passing
 
 

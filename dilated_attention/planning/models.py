@@ -18,7 +18,7 @@ from dilated_attention.factory.create import MODELS, configured, replaced
 from dilated_attention.functional.fused_layers import MOST_COLUMNS
 from dilated_attention.models import LongNetConfig, SlideEncoderConfig
 from dilated_attention.models.loss import CHUNK_BYTES
-from dilated_attention.models.summary import block_bytes, cache_bytes, embedding_parameters
+from dilated_attention.models.summary import block_bytes, cache_bytes, embedding_parameters, residual_bytes
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.pattern.checks import as_int
 from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of, shared_fields
@@ -203,9 +203,11 @@ def _peak_of(run: ModelRun, problems: tuple[Problem, ...]) -> tuple[Terms, str]:
         estimate, (Q, K, R, _, a) = memory_of(one), sizes_of(one)
         extra = estimate.forward_peak - 2 * (Q + K) * e - R * a, estimate.backward_peak - 4 * (Q + K) * e - R * a
         attention_extra = list(map(max, attention_extra, extra))
-    # token embeddings; or tiles or patches, as they are given and in two steps of their embedding
+    # token embeddings, which with checkpoints are the input that the first block keeps; or tiles or patches, as they are given and in two
+    # steps of their embedding
     width = config.in_dim if isinstance(config, SlideEncoderConfig) else 0 if config is stack else config.in_channels * config.patch_size**2
-    input_bytes = rows * run.weight_itemsize * (embed if config is stack else width + 2 * embed)
+    keeps_tokens = training and run.checkpoints
+    input_bytes = rows * run.weight_itemsize * (embed * (not keeps_tokens) if config is stack else width + 2 * embed)
     saved_per_row, passing_per_row = block_bytes(stack, e, is_plain=not on_gpu)
     if not training:
         keys, inner = 2 * embed * problem.num_kv_heads // problem.num_heads, stack.inner_dim
@@ -223,9 +225,10 @@ def _peak_of(run: ModelRun, problems: tuple[Problem, ...]) -> tuple[Terms, str]:
     kept = saved
     if run.checkpoints:
         # a block keeps its input, and autocast keeps casts of those weights that plain layers compute with: where there is no norm for a
-        # kernel to compute along, or its rows are too long for the kernel. The rest is computed again, and is then there while it passes
+        # kernel to compute along, or its rows are too long for the kernel. All but the input is computed again
         cast = embed * (not stack.sub_norm) + stack.inner_dim * (stack.inner_dim > MOST_COLUMNS)
-        kept, passing = rows * run.weight_itemsize * embed + e * embed * cast * (run.weight_itemsize != e), passing + saved
+        kept = rows * min(run.weight_itemsize, residual_bytes(stack, e)) * embed + e * embed * cast * (run.weight_itemsize != e)
+        passing += saved - rows * e * embed
     activations = input_bytes + stack.num_layers * kept
     loss, loss_grads = _loss_of(run, rows, e)
     terms.append(("optimizer's moments", -(-2 * weight_bytes // run.weight_shards)))

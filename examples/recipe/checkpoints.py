@@ -22,6 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from dilated_attention.models.summary import readable
+
 # one process is a run, too
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 _STATE, _PREFIX, _PART = "run.json", "step-", ".part-"
@@ -137,7 +139,15 @@ class Checkpoints:
             return
         future, part, whole, state = self._pending
         self._pending = None
-        future.result()
+        try:
+            future.result()
+        except CheckpointException as error:
+            # a full disk is not what torch says of it
+            free = readable(shutil.disk_usage(self.folder).free)
+            raise OSError(
+                f"a checkpoint cannot be written ({cause_of(error)}; {free} are free in {self.folder}); go on from the last one with "
+                "--resume auto"
+            ) from error
         # the first process ends last: it writes the index of what all wrote
         if self.is_first:
             (part / _STATE).write_text(json.dumps({**state, _SUM: _digest(part, state)}), encoding="utf-8")

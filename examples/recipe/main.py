@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from dilated_attention.backends import BackendUnavailable
-from recipe.checkpoints import cause_of
 
 _interrupts: list[int] = []
 
@@ -57,10 +55,6 @@ def run_safely(main: Callable[[], int]) -> int:
                 if stream is not None:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             return 141
-        except CheckpointException as error:
-            if is_first:
-                print(f"a checkpoint cannot be written ({cause_of(error)}); go on from the last one with --resume auto", file=sys.stderr)
-            return 1
         except (FloatingPointError, OSError, ValueError, BackendUnavailable, torch.OutOfMemoryError) as error:
             if is_first:
                 print(error, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from dilated_attention import profile_memory
 from dilated_attention.factory import create_model
-from dilated_attention.pattern import LocalWindow
+from dilated_attention.pattern import LocalWindow, geometric_branches
 from dilated_attention.planning import plan_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200"
@@ -122,6 +123,25 @@ def test_a_step_on_a_cpu_takes_what_is_planned(options: dict[str, Any]) -> None:
     plan = tiny(4096, gpu="cpu", **options)
     beside = sum(size for what, size in plan.terms if what in ("weights", "optimizer's moments"))
     assert plan.peak - beside == pytest.approx(taken, rel=0.15), str(plan)
+
+
+@pytest.mark.parametrize("preset", ["longnet-50m", "longnet-125m", "llama-1b"])
+def test_checkpointed_models_take_what_their_summary_says(preset: str) -> None:
+    """Both counted the input of a block that is computed again twice, and plans the first one's again as the tokens' embeddings."""
+    plan = plan_model(preset, num_positions=2**20, gpu="H200", checkpoint_activations=True, find_longest=False)
+    summary = dataclasses.replace(create_model(preset, device="meta").summary((2**20,), memory=2**40), activation_bytes=2)
+    assert plan.peak == pytest.approx(summary.as_dict()["lengths"][0]["training_bytes_checkpointed"], rel=0.015)
+
+
+def test_a_genome_model_takes_what_an_h200_took() -> None:
+    """Blocks keep inputs of 16 bits there: 32.1 GiB (docs/genome.md), with Muon, which has one moment; 12 GiB more were planned."""
+    lengths, rates = geometric_branches(2**20, 2048)
+    shape: dict[str, Any] = {"vocab_size": 5, "kmer": 6, "tie_embeddings": False, "embed_dim": 512, "num_layers": 12, "num_heads": 8}
+    shape |= {"segment_lengths": lengths, "dilation_rates": rates}
+    plan = plan_model("longnet-50m", num_positions=2**20, gpu="H200", checkpoint_activations=True, find_longest=False, **shape)
+    summary = dataclasses.replace(create_model("longnet-50m", device="meta", **shape).summary((2**20,), memory=2**40), activation_bytes=2)
+    for found in (plan.peak, summary.as_dict()["lengths"][0]["training_bytes_checkpointed"]):
+        assert found / 2**30 == pytest.approx(32.1, rel=0.05)
 
 
 @pytest.mark.parametrize("preset", ["longvit-4096", "gigapath-12l768d", "llama-1b", "gpt2-124m"])

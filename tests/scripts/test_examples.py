@@ -193,7 +193,7 @@ def test_a_folder_of_one_file_is_read_as_that_file(part: Callable[[str], Any], t
     (train, held_out, _), (train_of_file, held_out_of_file, _) = read(folder, 513), read(text, 513)
     assert train.equal(train_of_file) and held_out.equal(held_out_of_file) and len(train) > 10 * len(held_out)
     (folder / "two.txt").write_text("short")
-    with pytest.raises(ValueError, match="has 5 bytes to train on, .*; of a folder every 12th file is held out, of one file a 12th"):
+    with pytest.raises(ValueError, match=r"has 5 bytes to train on, .*; of a folder every 12th file is held out, of one file a 12th"):
         read(folder, 513)
 
 
