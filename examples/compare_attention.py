@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _interrupt  # noqa: F401 - before torch
 import torch
 from _compare_data import Strains, Text, binned, copy_distance
 from recipe import log, settings

@@ -89,6 +89,14 @@ def test_this_machines_gpu_has_the_memory_that_torch_sees(monkeypatch: pytest.Mo
     assert unknown is not None and unknown.bandwidth is None and not unknown.peaks
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_millions_of_sequences_are_planned_as_fast_as_one(kind: str) -> None:
+    """Plans of a GPU went through the sequences one by one: a million took minutes."""
+    few, many = (plan(kind, batch_size=2**i, find_longest=True) for i in (8, 28))
+    # a large batch may run in another way
+    assert few.peak * 2**19 < many.peak < few.peak * 2**21 and not many.fits and many.longest == 0
+
+
 def test_pairs_and_flops_are_the_patterns_own() -> None:
     found, pattern = plan("dilated", is_causal=True, batch_size=3), DilatedPattern(**LONGNET)
     assert found.pairs == 3 * pattern.pairs(65536, 8, is_causal=True)
