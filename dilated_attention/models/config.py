@@ -237,9 +237,11 @@ class LongNetConfig(ModelConfig):
             # the pattern has converted lists to tuples of plain integers, so that equal configurations compare equal
             self._convert(lambda name, _: getattr(pattern, name), "segment_lengths", "dilation_rates", "head_offsets")
         else:
-            # JSON writes empty tuples as lists; what is not empty is refused below
-            names = "segment_lengths", "dilation_rates"
-            self._convert(lambda _, x: () if isinstance(x, Sized) and not isinstance(x, str | dict) and not len(x) else x, *names)
+            # JSON writes empty tuples as lists; what is not empty is refused below, as are tensors of no dimension, which have no length
+            for name in ("segment_lengths", "dilation_rates"):
+                value = getattr(self, name)
+                if isinstance(value, Sized) and not isinstance(value, str | dict) and getattr(value, "ndim", 1) and not len(value):
+                    object.__setattr__(self, name, ())
         for name, (chooser, owners) in _ONLY_WITH.items():
             chosen = self.kind if chooser == "attention" else getattr(self, chooser)
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
@@ -252,7 +254,7 @@ class LongNetConfig(ModelConfig):
             self._convert(self._checked_entries, "attention")
         if self.kind == "block_sparse" and not isinstance(self.block_pattern, BlockPattern):
             raise (ValueError if self.block_pattern is None else TypeError)(
-                f"block_pattern is {self.block_pattern!r}; attention={self.attention!r} needs a pattern of dilated_attention.pattern, "
+                f"block_pattern is {shown(self.block_pattern)}; attention={self.attention!r} needs a pattern of dilated_attention.pattern, "
                 "such as LocalWindow((1023, 0))"
             )
 

@@ -230,11 +230,15 @@ class LongNetStack(nn.Module):
         if self.training:
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
         made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
-        shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "patterns", "layer_positions", "rotary_base", "xpos_scale_base")
-        other = [name for name in shape if made_for is not self.config and getattr(made_for, name) != getattr(self.config, name)]
-        if other:
-            names = ", ".join(other).replace("patterns", "pattern").removeprefix("layer_").replace(" layer_", " ")
-            raise ValueError(f"the cache was made for a model with another {names}; make it with this model's config")
+        if made_for is not self.config:
+            other = [x for x in ("num_layers", "num_heads", "num_kv_heads", "head_dim") if getattr(made_for, x) != getattr(self.config, x)]
+            # by layer: lists of other lengths may say the same
+            pairs = list(zip(made_for.layers, self.config.layers, strict=False))
+            other += [x for x in ("pattern", "positions") if any(getattr(a, x) != getattr(b, x) for a, b in pairs)]
+            alike = [(a, b) for a, b in pairs if a.positions == b.positions]
+            other += [x for x in ("rotary_base", "xpos_scale_base") if any(getattr(a, x) != getattr(b, x) for a, b in alike)]
+            if other:
+                raise ValueError(f"the cache was made for a model with another {', '.join(other)}; make it with this model's config")
         return nullcontext(cache) if isinstance(cache, CachePass) else cache.reading(x.shape[0], x.shape[1])
 
     @torch.no_grad()

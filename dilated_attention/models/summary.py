@@ -100,8 +100,10 @@ class Summary:
     def keys_per_query(self, num_positions: int) -> float:
         """Returns the mean number of keys per query and head, with multiplicity; the mean over layers, too."""
         heads, is_causal = self.config.num_heads, self.config.is_causal
-        pairs = self.config.sum_over_layers([one.pairs(num_positions, heads, is_causal=is_causal) for one in self.config.patterns])
-        return pairs / (num_positions * heads * self.config.num_layers)
+        patterns = self.config.patterns
+        # of equal patterns, which lists often have, one is counted
+        pairs = {pattern: pattern.pairs(num_positions, heads, is_causal=is_causal) for pattern in set(patterns)}
+        return self.config.sum_over_layers([pairs[pattern] for pattern in patterns]) / (num_positions * heads * self.config.num_layers)
 
     def training_flops(self, num_positions: int) -> float:
         """Returns the FLOPs of forward and backward per position: 6 per matrix parameter, and 12·E per key of a query and layer."""
@@ -146,7 +148,11 @@ class Summary:
     def __str__(self) -> str:
         config, told = self.config, self.as_dict()
         heads = f"{config.num_heads} heads of {config.head_dim}" + (f", {config.num_kv_heads} of keys" if config.num_kv_heads else "")
-        kinds = [f"{one.attention}, {'every key' if one.kind == 'dense' else one.pattern}" for one in config.cycle]
+        kinds = [
+            f"{one.attention}, {'every key' if one.kind == 'dense' else one.pattern}"
+            + (", without positions" if one.positions != config.positions else "")
+            for one in config.cycle
+        ]
         lines = [
             f"{self.name}: {config.num_layers} blocks of width {config.embed_dim}, {heads}, feed-forward {config.inner_dim}",
             f"attention: {'; '.join(kinds)}{', in turn' if len(kinds) > 1 else ''}{', causal' if config.is_causal else ''}",

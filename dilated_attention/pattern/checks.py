@@ -44,7 +44,10 @@ def as_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | 
 
 
 def differs(value: Any, default: Any) -> bool:
-    """Whether an argument of any type is not the default, a plain value: of tensors and arrays ``!=`` is no bool, so all of them do."""
+    """Whether an argument of any type is not the default, a plain value: of tensors and arrays ``!=`` is no bool, so all of them do, but a
+    number of theirs beside a default that is none, too."""
+    if isinstance(default, tuple) and hasattr(value, "ndim"):
+        return True
     return bool(getattr(value, "ndim", 0) or value != default)
 
 

@@ -94,6 +94,10 @@ def test_another_kind_of_attention_takes_the_former_kinds_fields_away() -> None:
     pairs = [layer.pattern.pairs(300, 4, is_causal=True) for layer in mixed.config.layers]
     assert mixed.summary((300,)).keys_per_query(300) == pytest.approx(sum(pairs) / (3 * 300 * 4))
     assert "attention: dense, every key; dilated, DilatedPattern" in str(mixed.summary())
+    entries = [{"attention": "dense"}, {"attention": "dense", "positions": "none"}]
+    assert "dense, every key; dense, every key, without positions, in turn" in str(
+        create_model("longnet-tiny", attention=entries).summary()
+    )
     with pytest.raises(ValueError, match="which has no branches that could follow it"):
         create_model("longnet-tiny", context_length=4096, attention=[{"attention": "dense"}])
 
@@ -106,6 +110,14 @@ def test_overrides_reach_the_encoder_within() -> None:
         create_model("gigapath-12l768d", layers=1)
     # the shape of the released weights
     assert create_model("gigapath-12l768d", device="meta").num_parameters == 86_330_880
+
+
+def test_summary_counts_the_pairs_of_equal_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, pairs = [], LocalWindow.pairs
+    monkeypatch.setattr(LocalWindow, "pairs", lambda pattern, *args, **options: counted.append(1) or pairs(pattern, *args, **options))
+    entries = [{"attention": "block_sparse", "block_pattern": LocalWindow((63, 0))}] * 6
+    summary = create_model("longnet-tiny", num_layers=6, attention=entries, device="meta").summary((300,))
+    assert summary.keys_per_query(300) == pairs(LocalWindow((63, 0)), 300, is_causal=True) / 300 and len(counted) == 1
 
 
 def test_summary_counts_what_the_model_has() -> None:

@@ -290,6 +290,18 @@ def stepped(tokens: torch.Tensor) -> object:
     return Stepper(frozen(), KVCache(frozen().config, 3, 40))(tokens)
 
 
+def test_a_cache_fits_models_whose_layers_are_the_same_however_their_list_is_written() -> None:
+    entries, unrotated = CONFIGS["mixed positions"]["attention"], [{"attention": "dense", "positions": "none"}]
+    pairs = [
+        [model("mixed positions", num_layers=4, attention=attention) for attention in (entries * 2, entries)],
+        # where no layer rotates, the base means nothing
+        [model("mixed positions", attention=unrotated, rotary_base=base) for base in (50.0, 500.0)],
+    ]
+    for lm, other in pairs:
+        with torch.no_grad():
+            close(lm(tokens := tokens_of(1, 9), cache=KVCache(other.config, 1, 9)), lm(tokens))
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [

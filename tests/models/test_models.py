@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -186,6 +187,14 @@ def test_a_configuration_goes_to_json_and_back(tmp_path: Path) -> None:
         (
             {"attention": [DILATED | {"positions": "rotary"}], "positions": "none", **NO_BRANCHES},
             r"attention\[0\]\['positions'\] is 'rotary'; expected",
+        ),
+        *(
+            (
+                {"attention": [{"attention": "dense", name: number}], **NO_BRANCHES},
+                rf"attention\[0\]: {name} is .* which has none; leave it out",
+            )
+            for name in ("segment_lengths", "dilation_rates")
+            for number in (torch.tensor(8), np.array(8), np.int64(8))
         ),
         ({"attention": [{"attention": "dense", "tail": "zero_keys"}], **NO_BRANCHES}, r"attention\[0\]: tail is 'zero_keys' and attention"),
         ({"norm": "batch_norm"}, "norm is 'batch_norm'"),
