@@ -240,7 +240,7 @@ class LongNetConfig(ModelConfig):
             # JSON writes empty tuples as lists; what is not empty is refused below, as are tensors of no dimension, which have no length
             for name in ("segment_lengths", "dilation_rates"):
                 value = getattr(self, name)
-                if isinstance(value, Sized) and not isinstance(value, str | dict) and getattr(value, "ndim", 1) and not len(value):
+                if isinstance(value, Sized) and not isinstance(value, str | dict) and getattr(value, "ndim", True) and not len(value):
                     object.__setattr__(self, name, ())
         for name, (chooser, owners) in _ONLY_WITH.items():
             chosen = self.kind if chooser == "attention" else getattr(self, chooser)

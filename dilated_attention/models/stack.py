@@ -233,7 +233,7 @@ class LongNetStack(nn.Module):
         if made_for is not self.config:
             other = [x for x in ("num_layers", "num_heads", "num_kv_heads", "head_dim") if getattr(made_for, x) != getattr(self.config, x)]
             # by layer: lists of other lengths may say the same
-            pairs = list(zip(made_for.layers, self.config.layers, strict=False))
+            pairs = {*zip(made_for.layers, self.config.layers, strict=False)}
             other += [x for x in ("pattern", "positions") if any(getattr(a, x) != getattr(b, x) for a, b in pairs)]
             alike = [(a, b) for a, b in pairs if a.positions == b.positions]
             other += [x for x in ("rotary_base", "xpos_scale_base") if any(getattr(a, x) != getattr(b, x) for a, b in alike)]
