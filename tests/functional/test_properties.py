@@ -41,6 +41,23 @@ def test_empty_shapes(backend: str, batch: int, queries: int, keys: int) -> None
         assert all(result.passes for result in measure(case, backend, torch.float32))
 
 
+@pytest.mark.parametrize("reach", [1e2, 1e4, 1e6])
+def test_weights_sum_to_one_however_large_the_scores_are(backend: str, reach: float) -> None:
+    """Of an lse of 1e4 float32 holds few digits. Near ties make the weights more than one 1."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 64, 2, 8, generator=generator) * reach**0.5 for _ in range(2))
+    k[:, 1::2], v = k[:, ::2], torch.ones_like(k)
+    for is_causal in (False, True):
+        found = (
+            attention(q, k, v, is_causal=is_causal, backend=backend),
+            dilated_attention(q, k, v, [16, 64], [1, 2], is_causal=is_causal, backend=backend),
+            block_sparse_attention(q, k, v, LocalWindow(20), is_causal=is_causal, backend=backend),
+        )
+        for out in found:
+            torch.testing.assert_close(out, v, rtol=0, atol=2e-6)
+    torch.testing.assert_close(da.decode_attention(q[:, -1:], k, v, torch.tensor([63, 0])), v[:, -1:], rtol=0, atol=2e-6)
+
+
 # --- determinism and layouts -------------------------------------------------------------------------------------------------------
 
 USUAL = Case(pattern=DilatedPattern((6, 20), (2, 3)), batch=3, num_queries=50, num_keys=50, heads=4, kv_heads=2, lse_grad=True)

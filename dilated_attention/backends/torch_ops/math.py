@@ -53,10 +53,13 @@ class MathBackend(ContainedBackend):
             # −inf means a row without keys, and +inf tells a backward that a row takes no part
             lse_PGL.masked_fill_((lse_PGL == torch.inf) | (lse_PGL == torch.finfo(acc).min), torch.nan)
             p_PGLS = (s_PGLS - _finite(lse_PGL)[..., None]).exp_()
+            # float32 holds an lse of 1e4 to only 5e-4, so these weights do not sum to 1; those of a row without keys are 0
+            total_PGL1 = p_PGLS.sum(-1, keepdim=True)
+            total_PGL1.masked_fill_(total_PGL1 == 0, 1.0)
             if options.dropout is not None:
                 p_PGLS *= keep_mask(options.dropout, rows)
                 p_PGLS /= 1 - options.dropout.probability
-            out[:, rows] = (p_PGLS @ v_PGSD).transpose(1, 2).to(q.dtype)
+            out[:, rows] = (p_PGLS @ v_PGSD).div_(total_PGL1).transpose(1, 2).to(q.dtype)
             lse[:, :, rows] = lse_PGL
         return out, lse
 
