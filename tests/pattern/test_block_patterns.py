@@ -93,6 +93,9 @@ def test_patterns_of_positions(pattern: BlockPattern, keeps: Callable[[int, int]
         if n > 64:
             part = pattern.dense_mask(n - 64, n, 3, is_causal=is_causal, query_offset=64)
             assert torch.equal(part, wanted[64:].expand(3, n - 64, n))
+            # the queries tell how many positions there are
+            part = pattern.dense_mask(n - 64, 40, 3, is_causal=is_causal, query_offset=64)
+            assert torch.equal(part, wanted[64:, :40].expand(3, n - 64, 40))
 
 
 class Near(LocalWindow):
