@@ -60,7 +60,14 @@ def test_pairs_are_those_of_the_masks(data: st.DataObject, bounds: list[int], he
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "pattern", [LocalWindow(100, block_size=64), BigBird(70, 1, 2, block_size=(64, 128)), RandomBlocks(0.5, block_size=(128, 64)), Causal()]
+    "pattern",
+    [
+        LocalWindow(100, block_size=64),
+        BigBird(70, 1, 2, block_size=(64, 128)),
+        RandomBlocks(0.5, block_size=(128, 64)),
+        Causal(),
+        Causal(block_size=(128, 64)),
+    ],
 )
 def test_pairs_of_blocks_are_those_of_the_lists(pattern: BlockPattern, is_causal: bool) -> None:
     """Each block of keys counts whole."""

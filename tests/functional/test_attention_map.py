@@ -125,12 +125,13 @@ def test_infinite_scores_of_masked_keys_leave_no_trace() -> None:
     assert attention_map(q, q, query_rows=[0], is_causal=True).tolist() == [[[[1.0, 0.0, 0.0, 0.0, 0.0]]]]
 
 
-def test_memory_is_bounded_by_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [50, 2000])
+def test_memory_is_bounded_by_the_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor but the result is larger than what is scored at a time."""
-    monkeypatch.setattr(maps, "SCORES_AT_ONCE", 3 * 2 * H * 50)
+    monkeypatch.setattr(maps, "SCORES_AT_ONCE", 3 * 2 * H * chunk)
     q, k = make_qk(2, 2000)
     with Largest() as largest:
-        got = attention_map(q, k, [500, 2000], [1, 4], query_rows=range(0, 2000, 100), average_heads=True, chunk=50)
+        got = attention_map(q, k, [500, 2000], [1, 4], query_rows=range(0, 2000, 100), average_heads=True, chunk=chunk)
     assert largest.elements <= max(got.numel(), q.numel())
     torch.testing.assert_close(got.sum(-1), torch.ones(2, 20, dtype=torch.float64))
 

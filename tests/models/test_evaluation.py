@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dilated_attention.models import evaluate, kmers
+from dilated_attention.models.evaluation import _windows
 from tests.models.test_generation import model as made
 
 model = functools.partial(made, vocab_size=256)
@@ -47,6 +48,18 @@ def test_each_target_is_scored_once_with_the_promised_context(context: int, stri
         assert bucket.bits == pytest.approx(sum(losses) / len(losses) / math.log(2), abs=1e-5)
 
 
+@pytest.mark.parametrize(("length", "context", "stride"), [(200, 24, 10), (90, 7, 3), (31, 24, 24), (20, 50, 20), (1, 1, 1)])
+def test_a_model_that_sees_both_sides_has_as_much_before_as_after(length: int, context: int, stride: int) -> None:
+    """But near the ends of a record."""
+    scored, margin = list[int](), (context - stride) // 2
+    for first, end, start, stop in _windows(length, context, stride, False):
+        assert end - first == min(context, length)
+        assert start - first >= margin or first == 0
+        assert end - stop >= margin or end == length
+        scored += range(start, stop)
+    assert scored == list(range(length))
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @torch.no_grad()
 def test_unknown_bases_are_no_targets_and_hidden_ones_are_not_shown(is_causal: bool) -> None:
@@ -78,6 +91,8 @@ def test_a_part_of_the_windows_is_spread_over_the_data() -> None:
     lm = model()
     found = evaluate(lm, [tokens(400)], context=16, num_windows=5)
     assert (found.windows, found.stride, found.scored) == (5, 8, 16 + 4 * 8)
+    # of 49 windows of one record and 50 of one target each: the first, one in the middle of the long record, and one after it
+    assert evaluate(lm, [tokens(400), *[tokens(2)] * 50], context=16, num_windows=3).scored == 16 + 8 + 1
     assert evaluate(lm, [tokens(40)], num_windows=1000).scored == 39
     # the longest segment, and no more than there is
     assert [evaluate(lm, [tokens(n)]).context for n in (400, 20)] == [24, 20]

@@ -381,6 +381,8 @@ def test_draws_are_torchs_of_the_likeliest() -> None:
         assert drawn(nucleus, top_p=top_p) == set(range(4 - count, 4))
     for temperature, count in ((-0.0, 1), (1e-46, 1), (1e-3, 1), (2**64, 3)):
         assert drawn(nucleus, temperature=temperature, top_k=3) == set(range(4 - count, 4))
+    # what a temperature divides stays finite
+    assert drawn(torch.tensor([[1e9, 2e9]]), temperature=2e-30) == {1}
     # of equally likely tokens no more than k
     assert len(drawn(torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]]), top_k=2)) == 2
     for temperature in (0.0, 0.7):

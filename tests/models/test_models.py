@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,22 @@ def test_drop_path_drops_whole_samples_and_documents_and_keeps_the_mean() -> Non
     assert torch.equal(drop(torch.ones(2, 2, 2)), torch.ones(2, 2, 2))
     rates = [block.drop_path.p for block in LongNetDecoder(config_of(num_layers=5, drop_path=0.4)).blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize("sub_norm", [True, False])
+def test_initial_weights_know_the_number_of_layers(sub_norm: bool) -> None:
+    """MAGNETO's gain sqrt(log 2M); without its norms, what writes to the stream is divided by sqrt(2M), as in GPT-2."""
+    torch.manual_seed(0)
+    block = LongNetDecoder(config_of(num_layers=5, embed_dim=256, sub_norm=sub_norm)).blocks[0]
+    written = math.sqrt(math.log(10)) if sub_norm else 1 / math.sqrt(10)
+    inner = math.sqrt(math.log(10)) if sub_norm else 1.0
+    for linear, gain in (
+        (block.attention.out_proj, written),
+        (block.ffn.down, written),
+        (block.attention.v_proj, inner),
+        (block.ffn.up, inner),
+    ):
+        assert linear.weight.std().item() == pytest.approx(gain * math.sqrt(2 / sum(linear.weight.shape)), rel=0.05)
 
 
 @pytest.mark.slow
