@@ -190,10 +190,10 @@ def zero_keys(pattern: DilatedPattern, rows: torch.Tensor, num_heads: int, num_p
     for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
         offset = torch.tensor(offsets, device=rows.device)[:, None]
         real = (num_positions - rows // length * length).clamp(max=length)
-        # ceil((real − offset) / rate)
+        # ceil((real − offset) / rate), which is not negative: real ≥ 1, and offsets are below the rate
         taken = -((offset - real) // rate)
         # the places of a full segment that keys do not fill; heads outside of the branch have an offset that no row has
-        zero = pattern.zero_keys(branch, num_positions, 0) - taken.clamp(min=0)
+        zero = pattern.zero_keys(branch, num_positions, 0) - taken
         total += torch.where(rows % length % rate == offset, zero, 0)
     return total
 

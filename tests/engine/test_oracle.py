@@ -125,7 +125,7 @@ def test_reference_equals_loops(group: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_plain_attention_is_the_reference() -> None:
     """``testing.plain_attention`` stands in for the reference where N is large: the same function, vectorised."""
     for seed in range(1000, 1060):
-        reference_equals_plain_attention(random_case(seed, Space(bias=True)))
+        reference_equals_plain_attention(random_case(seed, Space(softcap=True, bias=True)))
 
 
 # --- any case, by any backend, runner and form -----------------------------------------------------------------------------------

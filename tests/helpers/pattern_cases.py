@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
-from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, RandomBlocks, Sparsity
+from dilated_attention.pattern import BigBird, BlockPattern, LocalWindow, PerHead, RandomBlocks, Sparsity
 from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
 from dilated_attention.pattern.blocks.compose import KINDS
 from tests.helpers.strategies import some_patterns
@@ -27,7 +27,9 @@ def compositions(num_positions: int, block_size: int | tuple[int, int]) -> st.Se
     shared = RandomBlocks(0.6, 1, per_head=False, own_block=True, block_size=block)
     # partial blocks beyond its window
     drawn = BigBird(3, 0, 2, block_size=block) & LocalWindow(150, block_size=block)
-    others = shared, drawn, *(Sparsity(0.3, kind, block_size=block) for kind in KINDS)
+    # of each head masks of its own, at equal distances
+    heads = PerHead([LocalWindow(3 + 17 * head, block_size=block) for head in range(HEADS)])
+    others = shared, drawn, heads, *(Sparsity(0.3, kind, block_size=block) for kind in KINDS)
     return some_patterns(HEADS, num_positions, block, any_length=False) | st.sampled_from(others)
 
 

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from dilated_attention import BackendUnavailable
 from dilated_attention.distributed.sharding.layout import positions_of
+from dilated_attention.integrations._hf_mask import mask_of_tensor
 from dilated_attention.integrations.huggingface import KeyMask, configure, register, shard_inputs
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, LocalWindow, MaskFunction, TopBlocks
 from tests.helpers.pool import pool_of
@@ -608,6 +609,19 @@ def test_mask_functions_of_every_version_of_transformers() -> None:
         assert (mask.num_keys, mask.num_filled, mask.query_offset, mask.is_causal, mask.padding) == (40, 34, 30, True, None)
     # made before the forward, as for a static cache, it stays what it is
     assert key_mask(2, 4, 40, 30, 0, causal, new) is new and new.to("cpu").contiguous().num_filled == 34
+
+    # windows are counted as transformers counts them, and positions beyond a mask are padding
+    for function in (masking.sliding_window_causal_mask_function(5), masking.sliding_window_bidirectional_mask_function(5)):
+        window = key_mask(1, 12, 12, 0, 0, function).window
+        seen = function(0, 0, torch.arange(12)[:, None], torch.arange(12))
+        assert window is not None and torch.equal(LocalWindow(window).dense_mask(12, 12, 1)[0], seen)
+    padding = key_mask(1, 4, 12, 8, 0, causal, torch.ones(1, 9, dtype=torch.bool)).padding
+    assert padding is not None and padding.tolist() == [[False] * 9 + [True] * 3]
+    # rows that see nothing see everything, where softmax needs it; as does the last row of a batch entry without padding
+    pairs = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    pairs[0, 0, :, :2], pairs[0, 0, :2] = False, True
+    made = mask_of_tensor(pairs, 2, 6, 6, True)
+    assert made.is_causal and made.padding is not None and made.padding.tolist() == [[True] * 2 + [False] * 4, [False] * 6]
 
     def prefix(batch: Any, head: Any, q: Any, kv: Any) -> Any:
         return kv < 5

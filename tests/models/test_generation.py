@@ -214,6 +214,15 @@ def test_a_cache_holds_what_can_be_read_and_says_so() -> None:
         lm(tokens_of(1, 100), cache=pages.of(1))
     # what found no page may be tried again
     prefill(lm, tokens_of(1, 30), pages.of(1))
+    # by default there are as many as all can need
+    for name in ("window", "global"):
+        lm = frozen(name, num_layers=1)
+        pages = PagedKVCache(lm.config, 12, 60, page_size=4, chunk=4)
+        for i in range(12):
+            prefill(lm, tokens_of(1, 20 + i % 4), pages.of(i), chunk=4)
+        step = Stepper(lm, pages)
+        for _ in range(30):
+            step(tokens_of(12, 1))
 
 
 def test_lengths_grow_at_the_end_of_a_pass_beside_which_there_is_no_other() -> None:

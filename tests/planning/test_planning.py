@@ -263,6 +263,9 @@ def test_a_time_says_where_its_rate_comes_from_and_none_why_not(monkeypatch: pyt
     ):
         assert all(text in one.source for one in plan("dense", gpu=gpu).passes)
     assert "ratio of peaks" not in str(plan("dense"))
+    # contiguous parts of a causal sequence: the last of four ranks has 7 of 16 pairs
+    last, mean = (plan("ring", world_size=4, layout=layout, is_causal=True).passes[0].arithmetic for layout in ("contiguous", "zigzag"))
+    assert last == pytest.approx(7 / 4 * mean)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = plan("dense", gpu=None)
     assert found.device == "this machine's CPU" and found.dtype == "float32"

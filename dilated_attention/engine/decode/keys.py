@@ -276,8 +276,8 @@ class BlockKeys(RowKeys):
         interval = self.pattern.interval(positions, self.max_length)
         low, high = (torch.zeros_like(at), at + 1) if interval is None else (x[:, None, None] for x in interval)
         start = torch.maximum(first, low)
-        end = torch.minimum(torch.minimum(first + size, high), at + 1)
-        count = torch.where(self._columns < 0, 0, end - start)
+        # the pattern is causal, so that no interval goes beyond the row
+        count = torch.where(self._columns < 0, 0, torch.minimum(first + size, high) - start)
         kept = None
         if interval is None:
             kept = self.pattern.allowed(at[..., None], (first[..., None] + self._in_block).clamp(min=0), self._heads, self.max_length)
