@@ -274,6 +274,8 @@ REGRESSIONS = [
     # D = 1 with a last stride ≠ 1: contiguous() is no copy there
     self_attention(5, PATTERN, head_dim=1, layouts=("transposed_dim",) * 4),
     self_attention(1, PATTERN, 1, head_dim=1, layouts=("strided_dim", "transposed_dim", "strided_dim", "strided_dim")),
+    # heads whose offsets grow, but not evenly, are not one view
+    self_attention(20, DilatedPattern((20,), (5,), ((0, 1, 3, 4),)), 4),
     # strides that no 64-bit integer holds, of a step that is never taken
     self_attention(9, DilatedPattern((2**62, 2**62), (2**62, 2**61)), 3),
 ]
