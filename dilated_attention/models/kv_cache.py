@@ -90,8 +90,9 @@ class KVCache:
         self.backend = backend
         heads = config.num_kv_heads or config.num_heads
         # layer i has entry i mod their number; equal patterns have one and the same
-        kinds = {pattern: row_keys(pattern, config.num_heads, heads, self.max_length, self.device) for pattern in config.patterns}
-        self.row_keys: list[RowKeys] = [kinds[pattern] for pattern in config.patterns]
+        patterns = config.patterns
+        kinds = {pattern: row_keys(pattern, config.num_heads, heads, self.max_length, self.device) for pattern in set(patterns)}
+        self.row_keys: list[RowKeys] = [kinds[pattern] for pattern in patterns]
         self.rotates = [positions != "none" for positions in config.layer_positions]
         self.lengths = [0] * self.num_requests
         self.active = [True] * self.num_requests

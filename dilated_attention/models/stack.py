@@ -231,14 +231,17 @@ class LongNetStack(nn.Module):
             raise ValueError("cache is given and the model is in training mode; call model.eval() first")
         made_for = (cache.cache if isinstance(cache, CachePass) else cache).config
         if made_for is not self.config:
-            other = [x for x in ("num_layers", "num_heads", "num_kv_heads", "head_dim") if getattr(made_for, x) != getattr(self.config, x)]
             # by layer: lists of other lengths may say the same
-            pairs = {*zip(made_for.layers, self.config.layers, strict=False)}
-            other += [x for x in ("pattern", "positions") if any(getattr(a, x) != getattr(b, x) for a, b in pairs)]
-            alike = [(a, b) for a, b in pairs if a.positions == b.positions]
-            other += [x for x in ("rotary_base", "xpos_scale_base") if any(getattr(a, x) != getattr(b, x) for a, b in alike)]
-            if other:
-                raise ValueError(f"the cache was made for a model with another {', '.join(other)}; make it with this model's config")
+            layers = {*zip(made_for.layers, self.config.layers, strict=False)}
+            rotations = {(a, b) for a, b in layers if a.positions == b.positions}
+            compared = (
+                (("num_layers", "num_heads", "num_kv_heads", "head_dim"), {(made_for, self.config)}),
+                (("pattern", "positions"), layers),
+                (("rotary_base", "xpos_scale_base"), rotations),
+            )
+            differences = [x for names, pairs in compared for x in names if any(getattr(a, x) != getattr(b, x) for a, b in pairs)]
+            if differences:
+                raise ValueError(f"the cache was made for a model with another {', '.join(differences)}; make it with this model's config")
         return nullcontext(cache) if isinstance(cache, CachePass) else cache.reading(x.shape[0], x.shape[1])
 
     @torch.no_grad()

@@ -60,8 +60,8 @@ def training_bytes(config: LongNetConfig, activation_bytes: int, *, checkpoint_a
 
     if checkpoint_activations:
         # what a block computes again is all but its input
-        again = block - activation_bytes * embed
-        return config.num_layers * residual_bytes(config, activation_bytes) * embed + passing + again + max(map(outputs, config.cycle))
+        recomputed = block - activation_bytes * embed + max(map(outputs, config.cycle))
+        return config.num_layers * residual_bytes(config, activation_bytes) * embed + passing + recomputed
     return config.num_layers * block + config.sum_over_layers([*map(outputs, config.cycle)]) + passing
 
 

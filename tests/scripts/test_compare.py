@@ -172,12 +172,8 @@ def test_sequences_that_grow(
     seconds = [line["seconds"] for line in steps]
     tokens = [round(line["tokens_per_second"] * (x - y)) for line, x, y in zip(steps, seconds, [0.0, *seconds], strict=False)]
     found = json.loads((tmp_path / "a.json").read_text())
-    assert (
-        [line["length"] for line in steps] == [128, 256, 512]
-        and tokens == [256, 256, 512]
-        and found["tokens"] == 1024
-        and [x[1] for x in found["curve"]] == [512, 1024]
-    )
+    assert [line["length"] for line in steps] == [128, 256, 512] and tokens == [256, 256, 512]
+    assert found["tokens"] == 1024 and [x[1] for x in found["curve"]] == [512, 1024]
     script = part("compare_attention")
     monkeypatch.setattr(sys, "argv", ["compare_attention.py", *map(str, grows)])
     run, seen = script.Run(script.arguments()[1], torch.device("cpu")), list[torch.Tensor]()

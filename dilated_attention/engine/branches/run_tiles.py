@@ -79,8 +79,8 @@ def split_of(plan: Plan) -> tuple[int, tuple[Range, ...]]:
 
 def ranges_of(plan: Plan) -> tuple[tuple[Range, Range], ...]:
     """Returns the batch entries and query heads of each share."""
-    at_once, heads = split_of(plan)
-    return tuple([((b, b + at_once), part) for b in range(0, max(1, plan.size[0]), max(1, at_once)) for part in heads])
+    entries, heads = split_of(plan)
+    return tuple([((b, b + entries), part) for b in range(0, max(1, plan.size[0]), max(1, entries)) for part in heads])
 
 
 def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
