@@ -74,7 +74,7 @@ def linear_layers(
     step = Step(tuple(linears), norm, activation)
     # the autograd functions have no rules for torch.func's transforms
     worth = not is_transformed() and (torch.is_grad_enabled() or math.prod(x.shape[:-1]) >= _WORTH_ROWS)
-    if not (worth and step[1:] != (None, None) and _takes_kernels(x) and _is_formula(x, step, x.shape[-1])):
+    if not (worth and step[1:] != (None, None) and takes_kernels(x) and _is_formula(x, step, x.shape[-1])):
         if activation is not None:
             x = ACTIVATIONS[activation](x) if gate is None else ACTIVATIONS[activation](gate) * x
         x = x if norm is None else norm(x)
@@ -105,19 +105,19 @@ def fused_block(
 
         x' = x + path · dropout(step_2(attention(step_1(x)))),    x' + path · dropout(step_4(step_3(x')))
 
+    Returns None without gradients, and if a layer must be called as a module, or torch's dispatcher must see it.
+
     Args:
         steps: the four steps; the first has the layers of q, k and v, the others have one each.
         attend: takes q, k and v side by side (M, (H + 2 Hk) D), and whether they need a gradient; returns the attention's
-            ``ResolvedCall`` and its inputs. ``run_forward(inputs)`` of it returns (out, …), ``run_backward`` (dq, dk, dv, …).
+            ``ResolvedCall``, its inputs, and how to undo in gradients, side by side, what it did to q and k; both in place.
+            ``run_forward(inputs)`` of the call returns (out, …), ``run_backward`` (dq, dk, dv, …).
         dropout, draw_path: of each half, the latter returns ``path``; see ``add_dropped``.
-
-    Returns:
-        The block's output; None without gradients, and if a layer must be called as a module, or torch's dispatcher must see it.
     """
     up, *gates = steps[2].linears
     # columns of each step's input
     widths = *x.shape[-1:] * 3, getattr(up, "out_features", 0)
-    if gates or not (torch.is_grad_enabled() and is_eager([x]) and _takes_kernels(x) and all(map(_is_formula, [x] * 4, steps, widths))):
+    if gates or not (torch.is_grad_enabled() and is_eager([x]) and takes_kernels(x) and all(map(_is_formula, [x] * 4, steps, widths))):
         return None
     parameters = [parameter for step in steps for parameter in _parameters(step)]
     # the biases of q, k and v: their products are one, with a bias or without
@@ -131,7 +131,7 @@ def fused_block(
 
 def compile_block(x: torch.Tensor, steps: Sequence[Step], dropout: float, has_path: bool) -> None:
     """Starts compiling a block's kernels, but the attention's: launches on meta tensors compile and compute nothing. x is not read."""
-    if not _takes_kernels(x):
+    if not takes_kernels(x):
         return
     low, trains = compute_dtype(x, x), torch.is_grad_enabled()
     for step, wide in zip(steps, (x.dtype, low) * 2, strict=True):
@@ -164,7 +164,7 @@ def add_dropped(x: torch.Tensor, y: torch.Tensor, *, dropout: float = 0.0, path:
     """
     if not dropout and path is None:
         return x + y
-    if not _takes_kernels(x, y) or is_transformed():
+    if not takes_kernels(x, y) or is_transformed():
         y = F.dropout(y, dropout) if dropout else y
         return x + (y if path is None else y * path.to(y.dtype).view(*path.shape, *(1,) * (y.ndim - path.ndim)))
     return _AddDropped.apply(x, y, _draw_seed(x, dropout), path, dropout)  # type: ignore[no-any-return]
@@ -213,7 +213,7 @@ def _is_plain(parameter: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtyp
     return type(parameter) in (nn.Parameter, torch.Tensor, FakeTensor) and parameter.dtype in dtypes and parameter.device == x.device
 
 
-def _takes_kernels(*tensors: torch.Tensor) -> bool:
+def takes_kernels(*tensors: torch.Tensor) -> bool:
     """Whether the kernels can compute with these tensors: plain ones, in float32, bfloat16 or float16, where Triton runs."""
     if _forced is False or any(type(x) not in (torch.Tensor, nn.Parameter, FakeTensor) or x.dtype not in _AUTOCAST_DTYPES for x in tensors):
         return False
@@ -333,8 +333,7 @@ class _Block(torch.autograd.Function):
                 draws.append((path := draw_path(), seed := _draw_seed(x, dropout)))
                 return _summed(x, y, path, seed, dropout, torch.promote_types(x.dtype, dtype), True)
 
-            rows = _rows(x)
-            call, inputs = attend(linear(0, rows), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
+            call, inputs, ctx.undo = attend(linear(0, rows := _rows(x)), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
             outputs = call.run_forward(inputs)
             rows = add(rows, linear(1, outputs[0].view(rows.shape)))
             out = add(rows.view(x.shape), linear(3, linear(2, rows)).view(x.shape))
@@ -374,6 +373,7 @@ class _Block(torch.autograd.Function):
                 dqkv = run(dy.view(outputs[0].shape), None, CallInputs(*inputs), outputs)[:3]
                 dy = torch.cat([x.flatten(2) for x in dqkv], -1).flatten(0, 1)
                 del dqkv
+                ctx.undo(dy)
                 dy = linear(0, dy)
         return None, None, None, None, dy.add_(dx).view(grad.shape) if needs_x else None, *itertools.chain(*grads)
 

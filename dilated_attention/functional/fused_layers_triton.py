@@ -1,4 +1,4 @@
-"""Triton kernels of ``fused_layers.py``, for rows x (M, K): activation and norm of a row held in registers ("prepare"), and dropout.
+"""Triton kernels of ``fused_layers.py``, for rows x (M, K): activation and norm of a row held in registers ("prepare"), dropout; rotation.
 
     a = x, act(x) or SiLU(gate) ∘ x,    x̂ = (a − mean) / std,    z = weight ∘ x̂ + bias
 
@@ -254,8 +254,44 @@ def dropped_launch(dtypes: Any, count: int, samples: int, dropout: float) -> Ker
     return KernelLaunch(_dropped_kernel, triton.cdiv(count, _ELEMENTS), (count, per_sample, 1 / (1 - dropout)), constants, dtypes=dtypes)
 
 
+@triton.jit(do_not_specialize=["count", "length"])
+def _rotated_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, cos_ptr, sin_ptr, out_ptr, count, length, sign, x_row, out_row,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # a head of a position, of all of them
+    places = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows, pair = places // HEADS, tl.arange(0, BLOCK)
+    mask = (places < count)[:, None] & (pair < HALF)[None, :]
+    columns = ((places % HEADS) * 2 * HALF)[:, None] + pair[None, :]
+    of_table = ((rows % length) * HALF)[:, None] + pair[None, :]
+    cos = tl.load(cos_ptr + of_table, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + of_table, mask=mask, other=0.0) * sign
+    x = x_ptr + (rows * x_row)[:, None] + columns
+    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
+    # out may be x: a program has read its heads before it writes them
+    out = out_ptr + (rows * out_row)[:, None] + columns
+    tl.store(out, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rotated_launch(dtypes: Any, rows: int, length: int, heads: int, half: int, sign: float, x_row: int, out_row: int) -> KernelLaunch:
+    """Returns the launch that rotates pairs (x_i, x_{i + half}) of ``heads`` heads in each of ``rows`` rows, which take positions 0 to
+    ``length`` − 1 in turn.
+
+    Its tensors, and ``dtypes``: x, cos and sin (length, half) in float32, out, which may be x. ``sign``: of the angles. ``x_row``,
+    ``out_row``: elements from one row to the next; a row's heads are side by side.
+    """
+    block = triton.next_power_of_2(half)
+    together = max(1, 2 * _ELEMENTS // block)
+    constants = {"HEADS": heads, "HALF": half, "BLOCK": block, "ROWS": together}
+    count = rows * heads
+    return KernelLaunch(_rotated_kernel, triton.cdiv(count, together), (count, length, sign, x_row, out_row), constants, dtypes=dtypes)
+
+
 def launch_of(make: Callable[..., KernelLaunch], tensors: Sequence[Any], *arguments: Any) -> KernelLaunch:
-    """Returns what ``make``, one of the two functions above, makes of the tensors' dtypes and its other arguments; remembers it."""
+    """Returns what ``make``, one of the functions above, makes of the tensors' dtypes and its other arguments; remembers it."""
     return _launch_of(make, tensors[0].device, tuple([None if x is None else x.dtype for x in tensors]), *arguments)
 
 

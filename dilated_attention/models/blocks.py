@@ -23,8 +23,9 @@ from dilated_attention.modules import (
     RingSettings,
 )
 from dilated_attention.modules.projections import MultiheadAttention
+from dilated_attention.modules.rotary import turn
 from dilated_attention.pattern import DilatedPattern
-from dilated_attention.validation import check_factory
+from dilated_attention.validation import check_cu_seqlens, check_factory
 
 
 def magneto_gain(num_layers: int) -> float:
@@ -222,15 +223,33 @@ class Block(nn.Module):
         is_lean_block = type(self) is Block and self._has_lean_layers() and self._has_lean_dropout()
         if not (is_lean_block and is_lean(attention.attention, DilatedAttention, BlockSparseAttention) and x.ndim == 3):
             return None
-        if attention.rotary or attention.q_norm is not None or attention.sinks is not None:
+        if attention.q_norm is not None or attention.sinks is not None:
             return None
+        tables: Any = None
+        # what the backward keeps must not hold x
+        shape = x.shape[:2]
+
+        def heads(qkv: torch.Tensor, sign: float) -> Any:
+            """Returns q, k and v, of which q and k are turned in place."""
+            H, Hk = attention.num_heads, attention.num_kv_heads
+            qkv = qkv.view(*shape, H + 2 * Hk, attention.head_dim)
+            q, k, v = qkv.split((H, Hk, Hk), 2)
+            if tables is not None:
+                # without XPOS queries and keys have one table
+                alike = tables[0] is tables[1]
+                for part, table in [(qkv[:, :, : H + Hk], tables[0])] if alike else zip((q, k), tables, strict=True):
+                    turn(part, table, part, sign)
+            return q, k, v
 
         def attend(qkv: torch.Tensor, needs_grad: bool) -> Any:
+            nonlocal tables
+            if attention.rotary:
+                check_cu_seqlens(cu_seqlens, x, x)
+                tables = attention.tables(torch.arange(x.shape[1], device=x.device), cu_seqlens, x.shape[1], qkv.dtype)
+            q, k, v = heads(qkv, 1.0)
             # with RESOLVES the function returns the call that it would run, and its inputs
-            H, Hk = attention.num_heads, attention.num_kv_heads
-            q, k, v = qkv.view(*x.shape[:2], H + 2 * Hk, attention.head_dim).split((H, Hk, Hk), 2)
             options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, RESOLVES: needs_grad}
-            return attention.attention.function(q, k, v, **attention.attention._arguments(q), **options)
+            return *attention.attention.function(q, k, v, **attention.attention._arguments(q), **options), lambda grads: heads(grads, -1.0)
 
         dropout = self.dropout.p if self.dropout.training else 0.0
         return fused_block(x, self._steps(), attend, dropout, lambda: self.drop_path.factors(x, cu_seqlens))

@@ -17,7 +17,7 @@ from dilated_attention.functional.options import check_names, shows_options
 from dilated_attention.modules._ring import RingSettings
 from dilated_attention.modules.core import Attention
 from dilated_attention.modules.options import DEFAULTS, LocalArguments, ProjectionOptions, RingArguments
-from dilated_attention.modules.rotary import rotary_tables, rotate
+from dilated_attention.modules.rotary import Table, rotary_tables, rotate
 from dilated_attention.pattern.checks import as_int
 
 
@@ -167,16 +167,19 @@ class MultiheadAttention(nn.Module):
         document; queries and keys that meet in one softmax, as with a key cache, must use the same ``seq_len``.
         """
         check.check_cu_seqlens(cu_seqlens, q, k)
+        q_table, k_table = self.tables(positions, cu_seqlens, k.shape[1] if seq_len is None else seq_len, k.dtype)
+        # queries are at positions of the key sequence, so a slice of the table covers them
+        queries = slice(query_offset, query_offset + q.shape[1])
+        return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
+
+    def tables(self, positions: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_len: int, dtype: torch.dtype) -> tuple[Table, Table]:
+        """Returns the tables of queries and keys at ``positions``: see ``rotary_tables``."""
         if cu_seqlens is not None:
             if torch.compiler.is_compiling():
                 # compiled code may compute the tables again in the backward
                 cu_seqlens = own_bounds(cu_seqlens, eager=False, on_host=False)
             cu_seqlens = cu_seqlens.to(positions.device)
-        length = k.shape[1] if seq_len is None else seq_len
-        q_table, k_table = rotary_tables(positions, cu_seqlens, length, self.head_dim, self.rotary_base, self.xpos_scale_base, k.dtype)
-        # queries are at positions of the key sequence, so a slice of the table covers them
-        queries = slice(query_offset, query_offset + q.shape[1])
-        return rotate(q, (q_table[0][queries], q_table[1][queries])), rotate(k, k_table)
+        return rotary_tables(positions, cu_seqlens, seq_len, self.head_dim, self.rotary_base, self.xpos_scale_base, dtype)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) → (B, N, E): concatenates the heads, applies the sub-LayerNorm and the output projection."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dilated_attention.engine.ops.transforms import is_eager
+from dilated_attention.functional.fused_layers import takes_kernels
 from dilated_attention.pattern.checks import MAX_LENGTH
 from dilated_attention.validation import refuse_where
 
@@ -74,8 +76,39 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     """Rotates each pair (x_i, x_{i+D/2}) of x (B, N, H, D) by angle i of its position, in the table's dtype, and rounds to x's dtype.
     Halves are paired as in GPT-NeoX and Llama; the paper pairs neighbours, which differs by a permutation of the dimensions."""
     cos, sin = table
+    # in a step of decoding each batch entry has its own position
+    if x.ndim == cos.ndim + 1 == 4 and x.shape[1] == cos.shape[0] and takes_kernels(x, cos) and is_eager((x, cos)):
+        return _Rotation.apply(x, cos, sin)  # type: ignore[no-any-return]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """``rotate`` as one kernel. Its gradient is turned back, by another call of ``rotate``, so that it has derivatives, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        x = x.contiguous()
+        return turn(x, (cos, sin), torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, (cos, -sin)), None, None
+
+
+def turn(x: torch.Tensor, table: Table, out: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
+    """Writes x (B, N, H, D), rotated by ``sign`` times the angles of table (N, 1, D/2), to ``out``, which may be x, and returns it. The
+    heads of a position are side by side."""
+    if x.numel():
+        from dilated_attention.functional import fused_layers_triton as kernels
+
+        tensors = x, *(part.contiguous() for part in table), out
+        B, N, H, D = x.shape
+        launch = kernels.launch_of(kernels.rotated_launch, tensors, B * N, N, H, D // 2, sign, x.stride(1), out.stride(1))
+        kernels.run(launch, *tensors)
+    return out
 
 
 def xpos_max_length(scale_base: float, dtype: torch.dtype) -> int:

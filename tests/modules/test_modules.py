@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dilated_attention import DilatedPattern, create_attention, modules, shard_sequence
 from dilated_attention.backends import registry
 from dilated_attention.engine.reference import reference_attention
+from dilated_attention.functional.fused_layers import plain_layers
 from dilated_attention.modules import DilatedAttention, MultiheadDilatedAttention, RingMultiheadDilatedAttention
-from dilated_attention.modules.rotary import xpos_max_length
+from dilated_attention.modules.rotary import rotary_tables, rotate, xpos_max_length
 from dilated_attention.pattern import BlockPattern, BlockTensor, GlobalLocal, LocalWindow, Sparsity, TopBlocks
 from tests.helpers.pool import pool_of
 
@@ -147,6 +148,27 @@ def test_rotation_keeps_its_accuracy_at_far_positions(dtype: torch.dtype) -> Non
     ours = MultiheadDilatedAttention(64, 2, [4], [1], rotary=True).rotate(x, x, positions, None)[0]
     assert ours.dtype is dtype
     torch.testing.assert_close(ours.double(), rotated(x.double(), positions, 10000.0), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "base"), [((2, 37, 3, 16), None), ((1, 130, 5, 24), 60.0), ((3, 1, 1, 6), None), ((2, 0, 2, 8), None)])
+def test_the_rotation_kernel_is_the_formula(shape: tuple[int, ...], base: float | None, dtype: torch.dtype) -> None:
+    """Its gradient and second derivative, too; interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator().manual_seed(0)
+    # rows that are not side by side
+    x, dy, ddx = (torch.randn(*shape[:3], shape[3] + 2, generator=draw).to(device, dtype)[..., :-2].requires_grad_() for _ in range(3))
+    _, table = rotary_tables(torch.arange(shape[1], device=device), None, shape[1], shape[3], 500.0, base, dtype)
+    found = []
+    for forced in (True, False):
+        with plain_layers(forced=forced):
+            out = rotate(x, table)
+            assert not shape[1] or ("Rotation" in type(out.grad_fn).__name__) is forced
+            (dx,) = torch.autograd.grad(out, x, dy, create_graph=True)
+            found.append([out, dx, *torch.autograd.grad(dx, dy, ddx)])
+    for kernel, formula in zip(*found, strict=True):
+        torch.testing.assert_close(kernel, formula, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.slow
