@@ -32,9 +32,8 @@ from dilated_attention.validation import check_bool
 PREFILL = 8192
 # the assumed shares: of the peak bandwidth that memory traffic between linear layers reaches, of the peak FLOP/s that they reach
 _BANDWIDTH_SHARE, _LINEAR_SHARE = 0.5, 0.45
-# a training step moves so many times the bytes that blocks save. Of this, a forward moves a fraction of 0.4. Rotary positions move more,
-# since they are computed in float32
-_TRAFFIC, _FORWARD_FRACTION, _ROTARY_FACTOR = 13.5, 0.4, 1.7
+# a training step moves so many times the bytes that blocks save. Of this, a forward moves a fraction of 0.4
+_TRAFFIC, _FORWARD_FRACTION = 13.5, 0.4
 # fitted to steps on an H200 (benchmarks/results/2026-11-21-h200/decode.jsonl; 2026-11-21-h200/train-infer.json holds others): a step of
 # 12 blocks that reads few keys takes 0.84 ms as a CUDA graph, and a dense row of many keys reads at 3.7 to 4.5 of the 4.8 TB/s
 _DECODE_SECONDS, _READ_SHARE = 0.84e-3 / 12, 0.9
@@ -292,9 +291,7 @@ def _step_seconds(run: ModelRun, problems: tuple[Problem, ...], flops: float) ->
     linear = flops * (4 / 3 if repeats_forward else 1) / problem.world_size / (peak * _LINEAR_SHARE)
     saved = block_bytes(run.stack, problem.dtype.itemsize, is_plain=False)[0] * run.stack.num_layers * problem.rows * problem.batch_size
     passes_moved = 1 + _FORWARD_FRACTION * repeats_forward if problem.training else _FORWARD_FRACTION
-    rotations = run.stack.sum_over_layers([1 if positions == "none" else _ROTARY_FACTOR for positions in run.stack.layer_positions])
-    times = _TRAFFIC * rotations / run.stack.num_layers
-    traffic = times * passes_moved * saved / (gpu.bandwidth * _BANDWIDTH_SHARE)
+    traffic = _TRAFFIC * passes_moved * saved / (gpu.bandwidth * _BANDWIDTH_SHARE)
     source = (
         f"attention {seconds_text(attention)} ({sources}); "
         f"linear layers {seconds_text(linear)}, taken at {_LINEAR_SHARE:.0%} of the peak; "

@@ -13,6 +13,8 @@ from dilated_attention.backends import Dropout, dropout
 from dilated_attention.backends.dropout import Words, keep_mask, philox, words_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# where there is a GPU, its suite runs these tests on it
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 SEEDS = (0, 7, 2**31, 2**32 - 1, 2**32 + 5, 2**62 - 1, 2**64 - 1)
 # of Random123's file kat_vectors, philox4x32 10: counter, key, result
 ONES = 0xFFFFFFFF

@@ -22,6 +22,8 @@ from tests.helpers.machine import ON_CPU
 merge_triton = pytest.importorskip("dilated_attention.backends.merge_triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# where there is a GPU, its suite runs these tests on it
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 N, H, D = 70, 4, 8
 BLOCKS = GlobalLocal(20, 4, block_size=64)
 Tensors = tuple[torch.Tensor, ...]
