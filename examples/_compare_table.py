@@ -28,9 +28,10 @@ def results(folder: Path) -> Results:
 
 
 def name_of(run: dict[str, Any]) -> str:
-    """The attention, and where sequences began shorter."""
-    first = run["settings"].get("first_context")
-    return run["settings"]["attention"] + (f", from {first:,}" if first else "")
+    """The attention, where sequences began shorter, and a base of the rotation that is not 500,000."""
+    first, base = run["settings"].get("first_context"), run.get("rotary_base", 500_000)
+    name = run["settings"]["attention"] + (f", from {first:,}" if first else "")
+    return name if base == 500_000 else f"{name}, base {base / 1e6:g}M"
 
 
 def at_tokens(run: dict[str, Any], tokens: float) -> float:
