@@ -70,9 +70,14 @@ def build(args: argparse.Namespace, processes: Processes | None) -> LongNetLM:
     elif args.context > max(getattr(MODEL_PRESETS.get(args.preset), "segment_lengths", None) or [args.context]):
         # the preset's branches end before the context does
         options["context_length"] = args.context
-    # XPOS's scale leaves the range of bfloat16 beyond 70,000 positions, unless it decays more slowly
-    slower = {"xpos_scale_base": args.context / 128} if args.context > 65536 else {}
-    options |= {"backend": args.backend, **slower}
+    positions = getattr(MODEL_PRESETS.get(args.preset), "positions", "none")
+    if positions == "xpos" and args.context > 65536:
+        # XPOS's scale leaves the range of bfloat16 beyond 70,000 positions, unless it decays more slowly
+        options["xpos_scale_base"] = args.context / 128
+    elif positions == "rotary" and args.context > 32768:
+        # a base bounds the context in which equal contents still attract (arXiv 2405.14591, Fig. 1)
+        options["rotary_base"] = 500_000 * (args.context / 32768) ** 2
+    options["backend"] = args.backend
     device = processes.device if processes is not None else "meta"
     spread = processes.model_options() if processes is not None else {}
     model = create_model(args.preset, device=device, **options, **spread)
@@ -133,7 +138,8 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kind = {"head_dim": config.head_dim, "num_heads": config.num_heads, "is_causal": True, "dtype": dtype}
     print(explain_backend(device=device, backend=args.backend, **kind), "\n")
-    print(f"{args.preset}: {model.num_parameters:,} parameters, branches {config.pattern.branches}, context {args.context}")
+    reads = f"branches {config.pattern.branches}" if config.kind == "dilated" else f"{config.kind} attention"
+    print(f"{args.preset}: {model.num_parameters:,} parameters, {reads}, context {args.context}")
     print(f"{source}: {len(train_text):,} bytes to train on, {len(valid_text):,} held out")
     trainer.train()
     if trainer.stopped_by:
@@ -152,12 +158,14 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
     model = LongNetLM.from_pretrained(run / "checkpoint", device=device, backend=args.backend)
     pictures = ""
     if can_draw():
-        pictures = ", loss.png and pattern.png (segments at a 16th)"
-        log.plot(run, "loss.png", entropy, "byte", f"LongNet on {args.data.name if args.data else 'Python source text'}")
-        # drawn with segments a 16th as long: at full length one segment would fill a legible picture
-        segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
-        drawn = DilatedPattern(segments, model.config.dilation_rates)
-        drawn.show(256, min(model.config.num_heads, 4), is_causal=True, path=str(run / "pattern.png"))
+        pictures = ", loss.png"
+        log.plot(run, "loss.png", entropy, "byte", f"{args.preset} on {args.data.name if args.data else 'Python source text'}")
+        if model.config.kind == "dilated":
+            pictures += " and pattern.png (segments at a 16th)"
+            # drawn with segments a 16th as long: at full length one segment would fill a legible picture
+            segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
+            drawn = DilatedPattern(segments, model.config.dilation_rates)
+            drawn.show(256, min(model.config.num_heads, 4), is_causal=True, path=str(run / "pattern.png"))
     prompt = sample[0, :64].tolist() if args.data else list(b"def read_lines(path, encoding='utf-8'):\n    ")
     generator = torch.Generator(device).manual_seed(args.seed)
     tokens = torch.tensor(prompt, device=device)[None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilated_attention.models import LongNetConfig, ModelConfig, SlideEncoderConfig, VisionConfig
-from dilated_attention.pattern import DilatedPattern, geometric_branches
+from dilated_attention.pattern import DilatedPattern, LocalWindow, geometric_branches
 from dilated_attention.pattern.checks import shown
 
 
@@ -42,6 +42,10 @@ _LLAMA: dict[str, Any] = {"num_heads": 32, "ffn": "swiglu", "norm": "rms_norm", 
 # bytes, for a context of 32,768: the branches of geometric_branches, heads of 64
 _BYTES: dict[str, Any] = dict(zip(("segment_lengths", "dilation_rates"), geometric_branches(32768), strict=True)) | {"vocab_size": 256}
 
+# bytes, for a context of 32,768: of the attentions that were trained for equal time the one that learned most (docs/patterns.md)
+_WINDOW: dict[str, Any] = {"attention": "block_sparse", "block_pattern": LocalWindow((1023, 0))}
+_MIXED: dict[str, Any] = {"attention": (_WINDOW, _WINDOW, _WINDOW, {"attention": "dense"}), "rotary_base": 500000.0, "vocab_size": 256}
+
 MODEL_PRESETS: dict[str, ModelConfig] = {
     # bytes in, bytes out; trains to below the bigram entropy of source text in under three minutes on two CPU cores
     "longnet-tiny": LongNetConfig(
@@ -49,6 +53,8 @@ MODEL_PRESETS: dict[str, ModelConfig] = {
     ),
     "longnet-15m": LongNetConfig(**_BYTES, num_layers=8, embed_dim=384, num_heads=6),
     "longnet-50m": LongNetConfig(**_BYTES, num_layers=10, embed_dim=640, num_heads=10),
+    "mixed-15m": LongNetConfig(**_MIXED, num_layers=8, embed_dim=384, num_heads=6),
+    "mixed-50m": LongNetConfig(**_MIXED, num_layers=10, embed_dim=640, num_heads=10),
     "longnet-125m": LongNetConfig(**_LONGNET, num_layers=12, embed_dim=768, num_heads=12),
     "longnet-350m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1024, num_heads=16),
     "longnet-760m": LongNetConfig(**_LONGNET, num_layers=24, embed_dim=1536, num_heads=16),

@@ -424,12 +424,12 @@ def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
         source, better = "docs/block_sparse.md, What it does not do", "measure it on your model"
         reason = "a model trained with other keys computes something else: train it and dense attention on your data where both can"
         if draft.training and draft.causal and not draft.implementation:
-            source, better = _TRAINED, "layers that differ learn more in equal time: create_model(attention=[three windows, one dense])"
-            reason = "trained from nothing for 360 s at 32,768 bytes, layers of branches reached 0.892 bits a byte, windows 0.872, dense "
-            reason += (
+            source, better = _TRAINED, 'layers that differ learn more in equal time: create_model("mixed-50m"), or any attention=[…]'
+            reason = (
+                "trained from nothing for 360 s at 32,768 bytes, layers of branches reached 0.892 bits a byte, windows 0.872, dense "
                 "layers 1.024, and three windows to a dense layer 0.796; at 131,072 bytes 0.879, 0.844, 0.692 and 0.650. In a million "
+                'bases only dense layers with positions="none" copied from 524,288 back'
             )
-            reason += 'bases only dense layers with positions="none" copied from 524,288 back'
         yield Setting("accuracy", better, reason, source)
     average = f"{draft.keys:,.0f} keys per query on average, dense attention has {draft.dense_keys:,.0f}"
     if draft.base == "dilated":

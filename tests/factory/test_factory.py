@@ -56,6 +56,9 @@ def test_model_presets_build_and_take_overrides() -> None:
         model = create_model(name, device="meta")
         assert type(model) is MODELS[type(MODEL_PRESETS[name])] and model.num_parameters == known.get(name, model.num_parameters)
         assert f"{model.num_parameters:,}" in str(model.summary((1024,), memory=2**30))
+    # what examples/compare_attention.py trained: in 10 layers two are dense
+    kinds = [layer.kind for layer in MODEL_PRESETS["mixed-50m"].layers]
+    assert kinds == (["block_sparse"] * 3 + ["dense"]) * 2 + ["block_sparse"] * 2
     model = create_model("longnet-tiny", num_layers=1, embed_dim=32, backend="math", dtype=torch.float64)
     assert model.config == dataclasses.replace(MODEL_PRESETS["longnet-tiny"], num_layers=1, embed_dim=32)
     assert next(model.parameters()).dtype is torch.float64

@@ -125,7 +125,7 @@ def test_a_step_on_a_cpu_takes_what_is_planned(options: dict[str, Any]) -> None:
     assert plan.peak - beside == pytest.approx(taken, rel=0.15), str(plan)
 
 
-@pytest.mark.parametrize("preset", ["longnet-50m", "longnet-125m", "llama-1b"])
+@pytest.mark.parametrize("preset", ["longnet-50m", "mixed-50m", "longnet-125m", "llama-1b"])
 def test_checkpointed_models_take_what_their_summary_says(preset: str) -> None:
     """Both counted the input of a block that is computed again twice, and plans the first one's again as the tokens' embeddings."""
     plan = plan_model(preset, num_positions=2**20, gpu="H200", checkpoint_activations=True, find_longest=False)

@@ -209,7 +209,7 @@ def test_a_run_goes_on_begins_anew_or_is_left_alone(what: str, text: Path, whole
         ("--steps 1 --context 4096", 0, "branches ((512, 1), (2048, 4), (8192, 16)), context 4096"),
         ("--steps 1 --context 256 --segment-lengths 64 256 --dilation-rates 1 2", 0, "branches ((64, 1), (256, 2)), context 256"),
         # the file of docs/training.md; flags on the command line win
-        ("--config {folder}/run.toml --minutes 0.015 --context 512", 0, "branches ((2048, 1), (8192, 4), (32768, 16)), context 512"),
+        ("--config {folder}/run.toml --minutes 0.015 --context 512 --layers 4", 0, "mixed attention, context 512"),
         ("--steps 40 --lr 1e30", 1, "expected a number: go on from the last checkpoint with --resume auto and a smaller --lr"),
         ("--steps 1 --expect-below-bigram", 1, "bits per byte, not below both: unigram"),
         ("--steps 1 --lr 1e30", 1, "the held-out loss after step 1 is nan; expected a number"),
@@ -227,6 +227,21 @@ def test_what_a_run_says(text: Path, tmp_path: Path, options: str, code: int, sa
     assert said in printed and (code or "bits per byte, not below both: unigram" in printed)
     # weights that are no numbers are not saved
     assert code == 0 or "--steps 40" not in options or not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_positions_follow_the_context(part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotary preset was refused beyond 65,536 bytes, since it was given XPOS's scale."""
+    script = part("train_longnet")
+    for preset, context, name, expected in (
+        ("longnet-125m", 2**17, "xpos_scale_base", 1024),
+        ("longnet-15m", 2**17, "rotary_base", 8e6),
+        ("mixed-15m", 2**17, "rotary_base", 8e6),
+        ("longnet-15m", 2**15, "rotary_base", 1e4),
+        ("mixed-15m", 2**15, "rotary_base", 5e5),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train_longnet.py", "--preset", preset, "--context", str(context)])
+        config = script.build(script.arguments()[1], None).config
+        assert getattr(config, name) == expected and (config.kind == "mixed" or max(config.segment_lengths) >= context)
 
 
 def test_two_runs_do_not_share_a_folder(text: Path, whole: Path, tmp_path: Path) -> None:
