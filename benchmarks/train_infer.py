@@ -39,7 +39,9 @@ from dilated_attention.pattern import GlobalLocal, LocalWindow, geometric_branch
 
 ABOUT = "models: steps of generating, training steps of slide encoders, equality with TorchScale"
 TASKS = ("decode", "slides", "parity")
-MODELS = sorted(name for name, config in MODEL_PRESETS.items() if isinstance(config, LongNetConfig) and config.is_causal)
+MODELS = sorted(
+    name for name, config in MODEL_PRESETS.items() if isinstance(config, LongNetConfig) and config.is_causal and config.kind == "dilated"
+)
 KINDS = ("dense", "dilated", "block_sparse", "dilated-1M", "global-local")
 # layers of the models compared with float64; each adds its own rounding
 _LAYERS = 2

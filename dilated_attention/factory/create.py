@@ -21,8 +21,8 @@ from dilated_attention.models import (
     SlideEncoderConfig,
     VisionConfig,
 )
-from dilated_attention.models.config import ATTENTION_FIELDS, RING_KINDS, as_config
 from dilated_attention.models.config import KINDS as ATTENTION_KINDS
+from dilated_attention.models.config import ONLY_WITH, RING_KINDS, as_config
 from dilated_attention.pattern import geometric_branches
 from dilated_attention.pattern.checks import as_int, one_of, shown
 
@@ -73,7 +73,8 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
             ``backend``, ``checkpoint_activations``, ``device``, ``dtype``; for a model whose sequences are shared by several processes also
             ``group`` or ``mesh``, ``layout``, ``exchange``, ``ranks_per_node``, ``timeout``: see ``LongNetLM``,
             ``SlideEncoder``, ``LongViT``. Another kind of ``attention`` drops the preset's segments, rates, offsets, tail,
-            mixture_grad and block pattern; so does a list of dicts, which layers take in turn (see ``LongNetConfig``).
+            mixture_grad and block pattern; so does a list of dicts, which layers take in turn (see ``LongNetConfig``); other ``positions``
+            drop the bases that they do not have. Fewer layers than a preset's list has entries take the first of them.
 
     Returns:
         The model with freshly initialised parameters, in training mode. ``model.summary()`` gives its size and reach.
@@ -86,10 +87,11 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
     >>> create_model("longnet-tiny", mesh=mesh["cp"], layout="contiguous")
     >>> # segments 2048, 8192, 32768, 131072 with rates 1, 4, 16, 64
     >>> create_model("longnet-15m", context_length=131072)
-    >>> # three layers with a window, then one with dense attention, and so on
+    >>> # the shape of "mixed-15m", with dense layers that rotate nothing
     >>> window = {"attention": "block_sparse",
     ...           "block_pattern": LocalWindow((1023, 0))}
-    >>> create_model("longnet-15m", attention=[window] * 3 + [{"attention": "dense"}])
+    >>> create_model("mixed-15m", attention=[window] * 3 + [
+    ...     {"attention": "dense", "positions": "none"}])
     """
     config, options = configured(preset, **overrides, context_length=context_length)
     return MODELS[type(config)](config, **options)
@@ -128,14 +130,19 @@ def _branches_of(preset: str, config: Any, context_length: int, overrides: dict[
 
 
 def replaced(config: Any, changes: dict[str, Any]) -> Any:
-    """Returns ``config`` with fields changed. Changing the kind of attention removes the fields of the former kind."""
-    if isinstance(config, LongNetConfig) and "attention" in changes:
-        attention = changes["attention"]
+    """Returns ``config`` with fields changed. Fields that mean nothing with another kind of attention or of positions are dropped."""
+    if isinstance(config, LongNetConfig):
+        attention, layers = changes.get("attention", config.attention), changes.get("num_layers")
         is_mixed = isinstance(attention, (list, tuple))
         if not is_mixed:
             one_of("attention", attention, ATTENTION_KINDS)
-        if is_mixed or RING_KINDS.get(attention, attention) != config.kind:
-            changes = {field.name: field.default for field in fields(config) if field.name in ATTENTION_FIELDS} | changes
+        elif "attention" not in changes and isinstance(layers, int) and layers > 0:
+            # of a preset; in a list of one's own more entries than layers are refused
+            changes = changes | {"attention": attention[:layers]}
+        kind = "mixed" if is_mixed else RING_KINDS.get(attention, attention)
+        chosen = {"attention": kind, "positions": changes.get("positions", config.positions)}
+        defaults = {field.name: field.default for field in fields(config)}
+        changes = {name: defaults[name] for name, (chooser, owners) in ONLY_WITH.items() if chosen[chooser] not in owners} | changes
     return replace(config, **changes)
 
 

@@ -34,7 +34,7 @@ NUM_BASES, MAX_KMER = 5, 13
 ATTENTION_FIELDS = ("segment_lengths", "dilation_rates", "block_pattern", "head_offsets", "tail", "mixture_grad")
 _OF_ROTATION = {"rotary_base": ("positions", ("rotary", "xpos")), "xpos_scale_base": ("positions", ("xpos",))}
 # field → (the field, and its values, without which it means nothing)
-_ONLY_WITH = {
+ONLY_WITH = {
     **_OF_ROTATION,
     "block_pattern": ("attention", ("block_sparse",)),
 } | dict.fromkeys(("segment_lengths", "dilation_rates", "head_offsets", "tail", "mixture_grad"), ("attention", ("dilated",)))
@@ -149,7 +149,8 @@ class LongNetConfig(ModelConfig):
         qk_norm: apply RMSNorm to query and key heads before they are rotated.
         bias: give all linear layers a bias.
         positions: ``"rotary"`` · ``"xpos"`` (the paper's; arXiv 2212.10554) · ``"none"``.
-        rotary_base: θ of the rotation, for ``"rotary"`` and ``"xpos"``.
+        rotary_base: θ of the rotation, for ``"rotary"`` and ``"xpos"``. It bounds the context N in which equal contents attract one
+            another: at least 0.0424 · N^1.628 is needed (arXiv 2405.14591, Fig. 1), 1e6 at N = 32,768.
         xpos_scale_base: for ``"xpos"``, the number of positions over which XPOS's scale decays by its factor ζ.
         head_offsets, tail, mixture_grad: see ``dilated_attention``.
         dropout: dropout of the embedding and of each residual branch in training; [0, 1).
@@ -242,7 +243,7 @@ class LongNetConfig(ModelConfig):
                 value = getattr(self, name)
                 if isinstance(value, Sized) and not isinstance(value, str | dict) and getattr(value, "ndim", True) and not len(value):
                     object.__setattr__(self, name, ())
-        for name, (chooser, owners) in _ONLY_WITH.items():
+        for name, (chooser, owners) in ONLY_WITH.items():
             chosen = self.kind if chooser == "attention" else getattr(self, chooser)
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if chosen not in owners and differs(value, default):

@@ -59,6 +59,13 @@ def test_model_presets_build_and_take_overrides() -> None:
     # what examples/compare_attention.py trained: in 10 layers two are dense
     kinds = [layer.kind for layer in MODEL_PRESETS["mixed-50m"].layers]
     assert kinds == (["block_sparse"] * 3 + ["dense"]) * 2 + ["block_sparse"] * 2
+    assert [layer.kind for layer in create_model("mixed-15m", num_layers=2, device="meta").config.layers] == ["block_sparse"] * 2
+    with pytest.raises(ValueError, match="num_layers is 0"):
+        create_model("mixed-15m", num_layers=0)
+    # a base was refused that the caller had not given
+    assert create_model("llama-1b", positions="none", device="meta").config.rotary_base == 10_000
+    with pytest.raises(ValueError, match=r"rotary_base is 2\.0 and positions is 'none', which has none"):
+        create_model("llama-1b", positions="none", rotary_base=2.0, device="meta")
     model = create_model("longnet-tiny", num_layers=1, embed_dim=32, backend="math", dtype=torch.float64)
     assert model.config == dataclasses.replace(MODEL_PRESETS["longnet-tiny"], num_layers=1, embed_dim=32)
     assert next(model.parameters()).dtype is torch.float64
