@@ -31,9 +31,9 @@ from dilated_attention.validation import check_bool
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192
 # the assumed shares: of the peak bandwidth that memory traffic between linear layers reaches, of the peak FLOP/s that they reach
-_BANDWIDTH_SHARE, _LINEAR_SHARE = 0.5, 0.45
+_BANDWIDTH_SHARE, _LINEAR_SHARE = 0.5, 0.6
 # a training step moves so many times the bytes that blocks save. Of this, a forward moves a fraction of 0.4
-_TRAFFIC, _FORWARD_FRACTION = 13.5, 0.4
+_TRAFFIC, _FORWARD_FRACTION = 10.0, 0.4
 # fitted to steps on an H200 (benchmarks/results/2026-11-21-h200/decode.jsonl; 2026-11-21-h200/train-infer.json holds others): a step of
 # 12 blocks that reads few keys takes 0.84 ms as a CUDA graph, and a dense row of many keys reads at 3.7 to 4.5 of the 4.8 TB/s
 _DECODE_SECONDS, _READ_SHARE = 0.84e-3 / 12, 0.9

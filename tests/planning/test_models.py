@@ -151,6 +151,27 @@ def test_parameters_are_those_of_the_model_that_is_made(preset: str) -> None:
     assert found.peak > 16 * found.parameters
 
 
+# steps of an H200: slides of 2026-11-25 (README), models of bytes at two sequences of 32,768 of 2026-11-30
+_WINDOW: dict[str, Any] = {"attention": "block_sparse", "block_pattern": LocalWindow((1023, 0))}
+_LONGNET: dict[str, Any] = {"segment_lengths": (2048, 8192, 32768), "dilation_rates": (1, 4, 16)}
+
+
+@pytest.mark.parametrize(
+    ("preset", "length", "changes", "ms"),
+    [
+        ("gigapath-12l768d", 45681, {}, 163),
+        ("gigapath-12l768d", 45681, {"checkpoint_activations": True}, 235),
+        ("longnet-50m", 32768, {"attention": [_WINDOW]}, 59.9),
+        ("longnet-50m", 32768, {"attention": [_WINDOW] * 3 + [{"attention": "dense"}]}, 87.5),
+        ("longnet-50m", 32768, _LONGNET, 65.1),
+    ],
+)
+def test_planned_steps_take_what_an_h200_took(preset: str, length: int, changes: dict[str, Any], ms: float) -> None:
+    bytes_model = {"embed_dim": 512, "num_heads": 8, "batch_size": 2} if preset == "longnet-50m" else {}
+    plan = plan_model(preset, num_positions=length, gpu="H200", find_longest=False, **bytes_model, **changes)
+    assert plan.seconds is not None and plan.seconds * 1e3 == pytest.approx(ms, rel=0.1)
+
+
 def slides() -> list[dict[str, Any]]:
     lines = map(json.loads, (RESULTS / "slide-encoder.jsonl").read_text().splitlines())
     ours = [row for row in lines if row["what"].startswith("ours, bf16 autocast") and row["dropout"]]
