@@ -106,7 +106,9 @@ def turn(x: torch.Tensor, table: Table, out: torch.Tensor, sign: float = 1.0) ->
 
         tensors = x, *(part.contiguous() for part in table), out
         B, N, H, D = x.shape
-        launch = kernels.launch_of(kernels.rotated_launch, tensors, B * N, N, H, D // 2, sign, x.stride(1), out.stride(1))
+        # one position may have any stride, contiguous tensors included
+        strides = x.stride(int(N > 1)), out.stride(int(N > 1))
+        launch = kernels.launch_of(kernels.rotated_launch, tensors, B * N, N, H, D // 2, sign, *strides)
         kernels.run(launch, *tensors)
     return out
 
