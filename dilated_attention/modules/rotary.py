@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dilated_attention.engine.ops.transforms import is_eager
+from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.functional.fused_layers import takes_kernels
 from dilated_attention.pattern.checks import MAX_LENGTH
 from dilated_attention.validation import refuse_where
@@ -77,7 +77,8 @@ def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
     Halves are paired as in GPT-NeoX and Llama; the paper pairs neighbours, which differs by a permutation of the dimensions."""
     cos, sin = table
     # in a step of decoding each batch entry has its own position
-    if x.ndim == cos.ndim + 1 == 4 and x.shape[1] == cos.shape[0] and takes_kernels(x, cos) and is_eager((x, cos)):
+    has_rows = x.ndim == cos.ndim + 1 == 4 and x.shape[1] == cos.shape[0]
+    if has_rows and takes_kernels(x, cos) and is_eager((x, cos)) and dispatched_alike(x, cos):
         return _Rotation.apply(x, cos, sin)  # type: ignore[no-any-return]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -101,6 +102,9 @@ class _Rotation(torch.autograd.Function):
 def turn(x: torch.Tensor, table: Table, out: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
     """Writes x (B, N, H, D), rotated by ``sign`` times the angles of table (N, 1, D/2), to ``out``, which may be x, and returns it. The
     heads of a position are side by side."""
+    if not is_eager((x,)):
+        # of a backward under torch.func.vmap, or one that is compiled
+        return out.copy_(rotate(x, (table[0], sign * table[1])))
     if x.numel():
         from dilated_attention.functional import fused_layers_triton as kernels
 

@@ -219,14 +219,15 @@ def test_a_dispatch_mode_sees_the_kernels() -> None:
     assert {f"dilated_attention.{name}.default" for name in ("prepare", "prepare_backward", "add_dropped")} <= set(seen)
 
 
-@pytest.mark.parametrize("what", ["layers", "block"])
+@pytest.mark.parametrize("what", ["layers", "none", "rotary", "xpos"])
 def test_second_derivatives_are_refused_with_a_way_out_and_gradients_are_mapped(what: str) -> None:
     torch.manual_seed(0)
     if what == "layers":
         layers, x = Layers("layer"), torch.randn(5, 24, device=DEVICE, requires_grad=True)
         call, leaves = lambda: add_dropped(layers(x)[0], torch.ones(5, 16, device=DEVICE), dropout=0.5), [x, layers.linears[0].weight]
     else:
-        block, x = LongNetEncoder(config()).to(DEVICE).blocks[0], torch.randn(1, 12, 32, device=DEVICE, requires_grad=True)
+        block = LongNetEncoder(config(positions=what)).to(DEVICE).blocks[0]
+        x = torch.randn(1, 12, 32, device=DEVICE, requires_grad=True)
         call, leaves = lambda: block(x), [x, *block.parameters()]
     with pytest.raises(NotImplementedError, match=r"no second derivative.*plain_layers"):
         torch.autograd.grad(call().sum(), x, create_graph=True)

@@ -153,7 +153,7 @@ def test_rotation_keeps_its_accuracy_at_far_positions(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("shape", "base"), [((2, 37, 3, 16), None), ((1, 130, 5, 24), 60.0), ((3, 1, 1, 6), None), ((2, 0, 2, 8), None)])
 def test_the_rotation_kernel_is_the_formula(shape: tuple[int, ...], base: float | None, dtype: torch.dtype) -> None:
-    """Its gradient and second derivative, too; interpreted where there is no GPU."""
+    """Its gradient, a batch of them and the second derivative, too; interpreted where there is no GPU."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator().manual_seed(0)
@@ -167,7 +167,8 @@ def test_the_rotation_kernel_is_the_formula(shape: tuple[int, ...], base: float 
             out = rotate(x, table)
             assert not shape[1] or ("Rotation" in type(out.grad_fn).__name__) is forced
             (dx,) = torch.autograd.grad(out, x, dy, create_graph=True)
-            found.append([out, dx, *torch.autograd.grad(dx, dy, ddx)])
+            batch = torch.autograd.grad(rotate(x, table), x, torch.stack((dy, ddx)), is_grads_batched=True)
+            found.append([out, dx, *torch.autograd.grad(dx, dy, ddx), *batch])
     for kernel, formula in zip(*found, strict=True):
         torch.testing.assert_close(kernel, formula, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
