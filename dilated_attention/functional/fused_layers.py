@@ -110,8 +110,8 @@ def fused_block(
     Args:
         steps: the four steps; the first has the layers of q, k and v, the others have one each.
         attend: takes q, k and v side by side (M, (H + 2 Hk) D), and whether they need a gradient; returns the attention's
-            ``ResolvedCall``, its inputs, and how to undo in gradients, side by side, what it did to q and k; both in place.
-            ``run_forward(inputs)`` of the call returns (out, …), ``run_backward`` (dq, dk, dv, …).
+            ``ResolvedCall``, its inputs, tensors to save, and a function of gradients, side by side, and of these tensors, which undoes
+            what it did to q and k; both in place. ``run_forward(inputs)`` of the call returns (out, …), ``run_backward`` (dq, dk, dv, …).
         dropout, draw_path: of each half, the latter returns ``path``; see ``add_dropped``.
     """
     up, *gates = steps[2].linears
@@ -333,11 +333,11 @@ class _Block(torch.autograd.Function):
                 draws.append((path := draw_path(), seed := _draw_seed(x, dropout)))
                 return _summed(x, y, path, seed, dropout, torch.promote_types(x.dtype, dtype), True)
 
-            call, inputs, ctx.undo = attend(linear(0, rows := _rows(x)), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
+            call, inputs, tables, ctx.undo = attend(linear(0, rows := _rows(x)), any(ctx.needs_input_grad[: 5 + _COUNTS[0]]))
             outputs = call.run_forward(inputs)
             rows = add(rows, linear(1, outputs[0].view(rows.shape)))
             out = add(rows.view(x.shape), linear(3, linear(2, rows)).view(x.shape))
-        saved += inputs, outputs, *draws
+        saved += inputs, outputs, tables, *draws
         ctx.save_for_backward(*itertools.chain(*saved))
         ctx.call, ctx.lengths = call, [len(part) for part in saved]
         return out
@@ -345,7 +345,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
-        *steps, inputs, outputs, draw, last_draw = _grouped(ctx.saved_tensors, ctx.lengths)
+        *steps, inputs, outputs, tables, draw, last_draw = _grouped(ctx.saved_tensors, ctx.lengths)
         needs_x, needs = ctx.needs_input_grad[4], _grouped(ctx.needs_input_grad[5:], _COUNTS)
         # whether the gradient of each step's input is needed
         needed = list(itertools.accumulate(map(any, needs[:3]), operator.or_, initial=needs_x))
@@ -373,7 +373,7 @@ class _Block(torch.autograd.Function):
                 dqkv = run(dy.view(outputs[0].shape), None, CallInputs(*inputs), outputs)[:3]
                 dy = torch.cat([x.flatten(2) for x in dqkv], -1).flatten(0, 1)
                 del dqkv
-                ctx.undo(dy)
+                ctx.undo(dy, tables)
                 dy = linear(0, dy)
         return None, None, None, None, dy.add_(dx).view(grad.shape) if needs_x else None, *itertools.chain(*grads)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -225,31 +226,31 @@ class Block(nn.Module):
             return None
         if attention.q_norm is not None or attention.sinks is not None:
             return None
-        tables: Any = None
         # what the backward keeps must not hold x
         shape = x.shape[:2]
 
-        def heads(qkv: torch.Tensor, sign: float) -> Any:
-            """Returns q, k and v, of which q and k are turned in place."""
+        def heads(qkv: torch.Tensor, tables: Sequence[torch.Tensor], sign: float) -> Any:
+            """Returns q, k and v, of which q and k are turned in place. ``tables``: (cos, sin) of both, or of each in turn; or empty."""
             H, Hk = attention.num_heads, attention.num_kv_heads
             qkv = qkv.view(*shape, H + 2 * Hk, attention.head_dim)
             q, k, v = qkv.split((H, Hk, Hk), 2)
-            if tables is not None:
-                # without XPOS queries and keys have one table
-                alike = tables[0] is tables[1]
-                for part, table in [(qkv[:, :, : H + Hk], tables[0])] if alike else zip((q, k), tables, strict=True):
-                    turn(part, table, part, sign)
+            parts = (qkv[:, :, : H + Hk],) if len(tables) == 2 else (q, k)
+            for part, cos, sin in zip(parts, tables[::2], tables[1::2], strict=False):
+                turn(part, (cos, sin), part, sign)
             return q, k, v
 
         def attend(qkv: torch.Tensor, needs_grad: bool) -> Any:
-            nonlocal tables
+            tables: Any = ()
             if attention.rotary:
                 check_cu_seqlens(cu_seqlens, x, x)
-                tables = attention.tables(torch.arange(x.shape[1], device=x.device), cu_seqlens, x.shape[1], qkv.dtype)
-            q, k, v = heads(qkv, 1.0)
+                of_q, of_k = attention.tables(torch.arange(x.shape[1], device=x.device), cu_seqlens, x.shape[1], qkv.dtype)
+                # without XPOS queries and keys have one table
+                tables = of_q if of_q is of_k else of_q + of_k
+            q, k, v = heads(qkv, tables, 1.0)
             # with RESOLVES the function returns the call that it would run, and its inputs
             options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, RESOLVES: needs_grad}
-            return *attention.attention.function(q, k, v, **attention.attention._arguments(q), **options), lambda grads: heads(grads, -1.0)
+            call, inputs = attention.attention.function(q, k, v, **attention.attention._arguments(q), **options)
+            return call, inputs, tables, lambda grads, tables: heads(grads, tables, -1.0)
 
         dropout = self.dropout.p if self.dropout.training else 0.0
         return fused_block(x, self._steps(), attend, dropout, lambda: self.drop_path.factors(x, cu_seqlens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,23 @@ def test_what_a_block_keeps(dropout: float, autocast: bool) -> None:
     assert saved() <= M * (10 * unit + small) + weights
     with plain_layers():
         assert saved() > M * 20 * unit
+
+
+@pytest.mark.parametrize("positions", ["rotary", "xpos"])
+def test_a_checkpointed_block_keeps_no_table_of_its_rotation(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[weakref.ref[torch.Tensor]] = []
+    turn = blocks.turn
+
+    def watched(x: torch.Tensor, table: Any, *args: Any) -> torch.Tensor:
+        tables.extend(map(weakref.ref, table))
+        return turn(x, table, *args)
+
+    monkeypatch.setattr(blocks, "turn", watched)
+    model = LongNetEncoder(config(positions=positions)).to(DEVICE)
+    model.checkpoint_activations = True
+    y = model(torch.randn(1, 40, 32, device=DEVICE, requires_grad=True))
+    assert tables and all(table() is None for table in tables)
+    y.sum().backward()
 
 
 def test_other_dtypes_and_transforms_are_those_of_the_plain_layers() -> None:
