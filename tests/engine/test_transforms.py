@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import dilated_attention as da
 from dilated_attention.engine.branches import run_problems
+from dilated_attention.engine.ops.resolve import ResolvedCall
 from dilated_attention.testing import Case, Inputs, Space, call, inputs, max_error, plain_attention, random_case, relative_bound, results
 from tests.helpers.op_settings import calls_of, settings
 from tests.helpers.pool import pool_of
@@ -228,6 +229,28 @@ def test_mapped_calls_are_one_call_of_a_larger_batch_without_a_warning(monkeypat
         warnings.simplefilter("error")
         under("vmap_of_grad", FUNCTIONS["dilated_attention"])
     assert len(calls) == 2
+
+
+def test_mapped_gradients_read_outputs_as_the_forward_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of tiles take lse as contiguous: on a GPU they read beyond one that vmap had expanded, and all gradients but the first
+    were wrong."""
+    seen: list[bool] = []
+    run_backward = ResolvedCall.run_backward
+
+    def watched(call: ResolvedCall, dout: torch.Tensor, dlse: Any, given: Any, outputs: Any, **options: Any) -> Any:
+        seen.extend(x.is_contiguous() for x in (*outputs[:2], *([] if dlse is None else [dlse])))
+        return run_backward(call, dout, dlse, given, outputs, **options)
+
+    monkeypatch.setattr(ResolvedCall, "run_backward", watched)
+    # of one sample a view can stand for three
+    x = [part[:1].requires_grad_() for part in qkv()]
+    out, lse = da.dilated_attention(*x, *BRANCHES, return_lse=True)
+    for y in (out, lse):
+        dys = torch.randn(3, *y.shape, dtype=y.dtype)
+        mapped = vmap(lambda dy, y=y: torch.autograd.grad(y, x, dy, retain_graph=True))(dys)
+        each = [torch.autograd.grad(y, x, dy, retain_graph=True) for dy in dys]
+        assert_equal(mapped, tuple(map(torch.stack, zip(*each, strict=True))))
+    assert len(seen) >= 8 and all(seen)
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "ring" not in name])

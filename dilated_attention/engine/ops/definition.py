@@ -81,7 +81,9 @@ def define_attention(
     def backward(*arguments: Any) -> Tensors:
         dout, dlse, q, k, v, out, lse, saved, key_padding_mask, *others = arguments[:-_NUM_SETTINGS]
         resolved = resolved_call(q, k, key_padding_mask, settings_of(*arguments[_SETTINGS_AT]))
-        grads = resolved.run_backward(dout, dlse, CallInputs(q, k, v, key_padding_mask, *others), (out, lse, saved))
+        # a transform of torch.func expands what it does not map, and kernels read both as the forward wrote them
+        outputs = out.contiguous(), lse.contiguous(), saved
+        grads = resolved.run_backward(dout, dlse, CallInputs(q, k, v, key_padding_mask, *others), outputs)
         return tuple([q.new_empty(0) if x is None else x for x in grads])
 
     def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
