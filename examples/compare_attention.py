@@ -30,7 +30,7 @@ from _compare_data import Strains, Text, binned, copy_distance
 from recipe import log, settings
 from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
-from recipe.trainer import Task, Trainer, generator_of
+from recipe.trainer import Lengths, Task, Trainer, generator_of
 
 from dilated_attention import create_model, explain_backend
 from dilated_attention.models import LongNetLM
@@ -125,13 +125,9 @@ class Run:
         self.data: Text | Strains
         self.data = Text(files[0] if files else None, args.cache, device) if kind == "bytes" else Strains(files, args.context, device)
         self.batch = max(1, args.tokens // args.context)
-        first = args.first_context or args.context
-        # of sequences, each for an equal share of the training
-        self.lengths = [first << i for i in range(args.context.bit_length()) if first << i <= args.context]
-        if kind == "genomes" and first % 2:
+        self.lengths = Lengths(args.first_context, args.context)
+        if kind == "genomes" and (first := self.lengths.at(0.0)) % 2:
             raise ValueError(f"a sequence of {first:,} bases has no halves; give an even --context, and --first-context")
-        if self.lengths[-1:] != [args.context]:
-            raise ValueError(f"--first-context is {first:,}; expected --context, {args.context:,}, or a half, a quarter, an eighth … of it")
         torch.manual_seed(args.seed)
         self.model = self.build(device)
 
@@ -141,22 +137,18 @@ class Run:
         tokens = {"vocab_size": data.vocab_size, "kmer": data.kmer, "tie_embeddings": data.kmer == 1}
         entries = attention_of(args.attention, args.context, args.heads, args.layers)
         options: dict[str, Any] = {"checkpoint_activations": args.checkpoint, "backend": args.backend, "device": device}
-        # a base bounds the context in which equal contents still attract (arXiv 2405.14591, Fig. 1); this is near its bound
-        base = 500_000.0 * max(1.0, args.context / 32_768) ** 2
+        base = settings.rotary_base(args.context)
         model = create_model("longnet-50m", attention=entries, rotary_base=base, **shape, **tokens, **options)
         assert isinstance(model, LongNetLM)
         return model
 
-    def length(self, progress: float) -> int:
-        return self.lengths[min(int(progress * len(self.lengths)), len(self.lengths) - 1)]
-
     def tokens(self, progress: float) -> int:
         """Of a sequence; while sequences are shorter than --tokens and --context, several stand for one, so that a step has --tokens."""
-        length = self.length(progress)
+        length = self.lengths.at(progress)
         return length * max(1, min(self.args.tokens, self.args.context) // length)
 
     def loss(self, sequences: Sequence[int], progress: float) -> torch.Tensor:
-        length = self.length(progress)
+        length = self.lengths.at(progress)
         generators = [generator_of(self.args.seed, i) for i in sequences]
         count = self.tokens(progress) // length
         windows = torch.stack([self.data.random_window(length, generator) for generator in generators for _ in range(count)])
@@ -165,8 +157,9 @@ class Run:
 
     def warm_up(self) -> None:
         """Forwards and backwards whose gradients are dropped: kernels are compiled and chosen before the clock runs."""
-        for i in range(len(self.lengths)):
-            self.loss(range(self.batch), i / len(self.lengths)).backward()
+        count = len(self.lengths.all)
+        for i in range(count):
+            self.loss(range(self.batch), i / count).backward()
         self.model.zero_grad(set_to_none=True)
 
     def bits(self, windows: torch.Tensor) -> torch.Tensor:
@@ -221,7 +214,7 @@ def train(parser: settings.Parser, args: argparse.Namespace) -> int:
         run = Run(args, device)
         model = run.model
         task = Task(
-            loss=run.loss, evaluate=run.evaluate, tokens=run.tokens, length=run.length, unit=run.data.unit, data=run.data.data,
+            loss=run.loss, evaluate=run.evaluate, tokens=run.tokens, length=run.lengths.at, unit=run.data.unit, data=run.data.data,
             evaluations=args.evaluations, batch=run.batch,
         )  # fmt: skip
         matrices = [p for p in model.parameters() if p.ndim == 2]

@@ -32,7 +32,7 @@ from recipe import log, settings
 from recipe.costs import flops_per_token, peak_flops
 from recipe.main import can_draw, run_safely
 from recipe.processes import Processes, precision
-from recipe.trainer import Task, Trainer, generator_of
+from recipe.trainer import Lengths, Task, Trainer, generator_of
 
 from dilated_attention import DilatedPattern, create_model, explain_backend
 from dilated_attention.factory import MODEL_PRESETS
@@ -51,6 +51,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--segment-lengths", type=whole, nargs="+", help="branches, instead of those that follow from the context")
     parser.add_argument("--dilation-rates", type=whole, nargs="+", help="one for each segment length")
     parser.add_argument("--context", type=settings.number(int, 2), default=8192, help="bytes a training sequence")
+    parser.add_argument("--first-context", type=settings.number(int, 2), help="of the first sequences, which double until --context")
     parser.add_argument("--batch", type=whole, help="sequences a step and row of processes (default: 1 on a CPU, 8 on a GPU)")
     parser.add_argument("--validations", type=settings.number(int, 0), default=4, help="on the way, on held-out text (default: 4)")
     parser.add_argument("--skip-memory-test", action="store_true")
@@ -75,8 +76,7 @@ def build(args: argparse.Namespace, processes: Processes | None) -> LongNetLM:
         # XPOS's scale leaves the range of bfloat16 beyond 70,000 positions, unless it decays more slowly
         options["xpos_scale_base"] = args.context / 128
     elif positions == "rotary" and args.context > 32768:
-        # a base bounds the context in which equal contents still attract (arXiv 2405.14591, Fig. 1)
-        options["rotary_base"] = 500_000 * (args.context / 32768) ** 2
+        options["rotary_base"] = settings.rotary_base(args.context)
     options["backend"] = args.backend
     device = processes.device if processes is not None else "meta"
     spread = processes.model_options() if processes is not None else {}
@@ -89,14 +89,16 @@ def build(args: argparse.Namespace, processes: Processes | None) -> LongNetLM:
 def task_of(
     args: argparse.Namespace, processes: Processes, parallel: torch.nn.Module, model: LongNetLM, train: torch.Tensor, valid: torch.Tensor
 ) -> Task:
-    device = processes.device
+    device, lengths = processes.device, Lengths(args.first_context, args.context)
 
-    def loss(sequences: Sequence[int], _: float) -> torch.Tensor:
-        windows = [_text.random_windows(train, args.context, 1, generator_of(args.seed, i)) for i in sequences]
+    def loss(sequences: Sequence[int], progress: float) -> torch.Tensor:
+        # several short sequences stand for one, so that every step has as many bytes
+        length = lengths.at(progress)
+        windows = [_text.random_windows(train, length, args.context // length, generator_of(args.seed, i)) for i in sequences]
         tokens = torch.cat(windows).to(device)
         inputs, targets = processes.shard(tokens[:, :-1], tokens[:, 1:])
         with precision(device):
-            return parallel(inputs, targets=targets, seq_len=args.context)
+            return parallel(inputs, targets=targets, seq_len=length)
 
     def evaluate(progress: float) -> float:
         """Mean bits per byte over 16 windows of the held-out text, over 4 on the way."""
@@ -111,6 +113,7 @@ def task_of(
         loss=loss,
         evaluate=evaluate,
         tokens=lambda _: args.context,
+        length=lengths.at,
         flops=lambda length: flops_per_token(model, length),
         unit="byte",
         data=hashlib.sha256(train.numpy().tobytes()).hexdigest()[:16],

@@ -22,7 +22,7 @@ from dilated_attention.models import (
     VisionConfig,
 )
 from dilated_attention.models.config import KINDS as ATTENTION_KINDS
-from dilated_attention.models.config import ONLY_WITH, RING_KINDS, as_config
+from dilated_attention.models.config import RING_KINDS, as_config, without_meaning
 from dilated_attention.pattern import geometric_branches
 from dilated_attention.pattern.checks import as_int, one_of, shown
 
@@ -140,9 +140,9 @@ def replaced(config: Any, changes: dict[str, Any]) -> Any:
             # of a preset; in a list of one's own more entries than layers are refused
             changes = changes | {"attention": attention[:layers]}
         kind = "mixed" if is_mixed else RING_KINDS.get(attention, attention)
-        chosen = {"attention": kind, "positions": changes.get("positions", config.positions)}
         defaults = {field.name: field.default for field in fields(config)}
-        changes = {name: defaults[name] for name, (chooser, owners) in ONLY_WITH.items() if chosen[chooser] not in owners} | changes
+        meaningless = without_meaning(kind, changes.get("positions", config.positions))
+        changes = {name: defaults[name] for name, _ in meaningless} | changes
     return replace(config, **changes)
 
 

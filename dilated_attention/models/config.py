@@ -34,7 +34,7 @@ NUM_BASES, MAX_KMER = 5, 13
 ATTENTION_FIELDS = ("segment_lengths", "dilation_rates", "block_pattern", "head_offsets", "tail", "mixture_grad")
 _OF_ROTATION = {"rotary_base": ("positions", ("rotary", "xpos")), "xpos_scale_base": ("positions", ("xpos",))}
 # field → (the field, and its values, without which it means nothing)
-ONLY_WITH = {
+_ONLY_WITH = {
     **_OF_ROTATION,
     "block_pattern": ("attention", ("block_sparse",)),
 } | dict.fromkeys(("segment_lengths", "dilation_rates", "head_offsets", "tail", "mixture_grad"), ("attention", ("dilated",)))
@@ -42,6 +42,13 @@ ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 T = TypeVar("T", int, float)
 # of a count that determines tensor shapes: the product of two such counts is below 2**63, which torch can represent
 as_size = partial(as_int, minimum=1, maximum=2**31 - 1)
+
+
+def without_meaning(kind: str, positions: Any) -> list[tuple[str, tuple[str, tuple[str, ...]]]]:
+    """Returns the fields that mean nothing with this kind of attention and these positions, each with (the field that decides it, and the
+    values with which it means something)."""
+    chosen = {"attention": kind, "positions": positions}
+    return [(name, decided) for name, decided in _ONLY_WITH.items() if chosen[decided[0]] not in decided[1]]
 
 
 class ModelConfig:
@@ -243,10 +250,9 @@ class LongNetConfig(ModelConfig):
                 value = getattr(self, name)
                 if isinstance(value, Sized) and not isinstance(value, str | dict) and getattr(value, "ndim", True) and not len(value):
                     object.__setattr__(self, name, ())
-        for name, (chooser, owners) in ONLY_WITH.items():
-            chosen = self.kind if chooser == "attention" else getattr(self, chooser)
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if chosen not in owners and differs(value, default):
+        for name, (chooser, owners) in without_meaning(self.kind, self.positions):
+            value = getattr(self, name)
+            if differs(value, type(self).__dataclass_fields__[name].default):
                 raise ValueError(
                     f"{name} is {shown(value)} and {chooser} is {getattr(self, chooser)!r}, which has none; leave it out, or "
                     f"use {chooser}={' or '.join(map(repr, owners))}"

@@ -427,8 +427,8 @@ def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
             source, better = _TRAINED, 'layers that differ learn more in equal time: create_model("mixed-50m"), or any attention=[…]'
             reason = (
                 "trained from nothing for 360 s at 32,768 bytes, layers of branches reached 0.892 bits a byte, windows 0.872, dense "
-                "layers 1.024, and three windows to a dense layer 0.796; at 131,072 bytes 0.879, 0.844, 0.692 and 0.650. In a million "
-                'bases only dense layers with positions="none" copied from 524,288 back'
+                "layers 1.024, and three windows to a dense layer 0.796; at 131,072 bytes, with lengths that double, 0.879, 0.844, 0.692 "
+                'and 0.650, and 0.613 where its dense layers have positions="none". Only those copied from 524,288 bases back'
             )
         yield Setting("accuracy", better, reason, source)
     average = f"{draft.keys:,.0f} keys per query on average, dense attention has {draft.dense_keys:,.0f}"

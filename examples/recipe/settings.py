@@ -52,6 +52,12 @@ def number(kind: type, low: float, high: float = float("inf"), *, above: bool = 
     return parse
 
 
+def rotary_base(context: int) -> float:
+    """The base of rotary positions for training at ``context``: a base bounds the context in which equal contents still attract (arXiv
+    2405.14591, Fig. 1), and this is near its bound."""
+    return 500_000.0 * max(1.0, context / 32_768) ** 2
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that reports wrong usage on one process of several, and keeps the line breaks of its description.
 

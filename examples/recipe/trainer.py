@@ -86,6 +86,23 @@ def schedule(progress: float) -> float:
     return warm_up * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
+class Lengths:
+    """The lengths of training sequences: from ``first`` on they double until they are ``context``, each for an equal share of the training.
+
+    Args:
+        first: None for ``context``. ValueError if doubling it does not end there.
+    """
+
+    def __init__(self, first: int | None, context: int) -> None:
+        first = first or context
+        self.all = [first << i for i in range(context.bit_length()) if first << i <= context]
+        if self.all[-1:] != [context]:
+            raise ValueError(f"--first-context is {first:,}; expected --context, {context:,}, or a half, a quarter, an eighth … of it")
+
+    def at(self, progress: float) -> int:
+        return self.all[min(int(progress * len(self.all)), len(self.all) - 1)]
+
+
 def generator_of(seed: int, index: int) -> torch.Generator:
     """The random numbers of sequence ``index`` of a run."""
     return torch.Generator().manual_seed(random.Random(f"{seed}/{index}").getrandbits(63))

@@ -253,7 +253,7 @@ def test_second_derivatives_are_refused_with_a_way_out_and_gradients_are_mapped(
     dys = torch.randn(3, *y.shape, device=DEVICE)
     mapped = torch.func.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
     each = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in dys]
-    assert error(list(mapped), [torch.stack(grads) for grads in zip(*each, strict=True)]) < 1e-5
+    assert error(list(mapped), [torch.stack(grads) for grads in zip(*each, strict=True)]) < 2e-5
     if what == "layers":
         with plain_layers():
             (grad,) = torch.autograd.grad(layers(x)[0].square().sum(), x, create_graph=True)

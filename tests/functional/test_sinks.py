@@ -143,6 +143,8 @@ def test_kernels_are_their_twins(shape: tuple[int, int, int, int], dtype: torch.
     """The torch ones themselves too, in the dtypes that calls have."""
     if device == "cpu" and shape == SHAPES[-1]:
         pytest.skip("long for the interpreter")
+    if device == "cpu" and DEVICE == "cuda" and kernels is merge_triton:
+        pytest.skip("kernels are compiled for the GPU")
     out, lse, sinks, dout, dlse = result(shape, dtype, device)
     # the twin itself, in float64 on the CPU
     wide, wide_lse, wide_sinks, wide_dout, wide_dlse = (x.cpu().double() for x in (out, lse, sinks, dout, dlse))

@@ -45,6 +45,18 @@ def train(text: Path, out: Path, *options: str, code: int = 0) -> str:
     return result.stdout + result.stderr
 
 
+def test_sequences_double_until_the_context(text: Path, tmp_path: Path) -> None:
+    """Steps have as many bytes at every length."""
+    train(text, tmp_path / "grown", "--first-context", "32", "--steps", "6")
+    lines = map(json.loads, (tmp_path / "grown" / "log.jsonl").read_text().splitlines())
+    assert [line["length"] for line in lines if "length" in line] == [32, 32, 64, 64, 128, 128]
+    progress = json.loads(next((tmp_path / "grown").glob("checkpoints/step-*6/run.json")).read_text())
+    assert progress["tokens"] == 6 * 128
+    refused = train(text, tmp_path / "refused", "--first-context", "48", code=2)
+    assert "--first-context is 48; expected --context, 128, or a half, a quarter, an eighth … of it" in refused
+    assert not (tmp_path / "refused").exists()
+
+
 def test_a_run_that_is_killed_ends_to_the_same_bits(text: Path, tmp_path: Path) -> None:
     """By each signal, in the middle of training."""
     options = ["--steps", "80", "--save-minutes", "0.003"]
