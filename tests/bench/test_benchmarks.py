@@ -146,6 +146,7 @@ def test_every_suite_runs(command: list[str], tmp_path: Path, capsys: pytest.Cap
     rows = Results.load(tmp_path / f"{command[0]}.json").rows
     assert rows and not [row for row in rows if row.note.startswith(("wrong", "raised"))]
     assert {key for row in rows for key in row.values}
+    assert all({"first_ms", "new_ms"} <= row.values.keys() for row in rows if row.case.get("task") == "slides")
 
 
 PROCESSES = """
