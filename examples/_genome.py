@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,9 +145,9 @@ class Chromosome:
         masked = torch.rand(length, generator=generator) < 0.15
         return window, *self._hide(window[:-1], masked.to(window.device))
 
-    def held_out(self, length: int, share: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Windows as long as those of the training, which together score every target of the held-out part once; every ``share``-th of
-        those that have one.
+    def held_out(self, length: int, share: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields windows as long as those of the training, which together score every target of the held-out part once; every
+        ``share``-th of those that have one.
 
         Half of a window is scored or less, and what is before it is read only (with masks: what is around it).
         """
@@ -155,21 +155,19 @@ class Chromosome:
         hidden = self.hidden()
         targets = nn.functional.pad(self.scored()[self.cut :], (0, -(n - self.cut) % stride)).view(-1, stride)
         starts = self.cut + stride * targets.any(1).nonzero().flatten()[::share]
-        windows = []
         for start in starts.tolist():
             end = min(start + stride, n)
-            scored = torch.zeros_like(hidden)
-            scored[start:end] = True
             if self.is_causal:
                 first = max(0, end - length - 1)
                 inputs, targets = self._inputs(self.symbols[first : end - 1]), targets_of(self.symbols[first + 1 : end])
-                windows.append((inputs, targets.where(scored[first + 1 : end], -100)))
+                targets[: start - first - 1] = -100
             else:
                 first = max(0, min((start + end - length) // 2, n - length))
                 here = slice(first, first + length)
                 inputs, targets = self._hide(self.symbols[here], hidden[here])
-                windows.append((inputs, targets.where(scored[here], -100)))
-        return windows
+                targets[: start - first] = -100
+                targets[end - first :] = -100
+            yield inputs, targets
 
     def hidden(self) -> torch.Tensor:
         """(N,) bool: the masked symbols of the held-out part, the same in every run."""
@@ -191,7 +189,7 @@ class Chromosome:
 
 
 def known_share(symbols: torch.Tensor) -> float:
-    return float((symbols != UNKNOWN).double().mean())
+    return int((symbols != UNKNOWN).sum()) / len(symbols)
 
 
 def targets_of(symbols: torch.Tensor) -> torch.Tensor:

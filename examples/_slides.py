@@ -207,7 +207,11 @@ def check(slides: Slides, *, tile_size: int | None, cells: int, is_fixed: bool =
     if resized:
         low, high = min(resized.values()), max(resized.values())
         between = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        notes.append(f"coords of {len(resized)} slides with tiles {between} pixels apart are resized to {size}")
+        notes.append(
+            f"coords of {len(resized)} slides with tiles {between} pixels apart are resized to {size}, such as {next(iter(resized))}"
+        )
+    if counts and (scattered := [name for name, step in steps.items() if not step]):
+        notes.append(f"{len(scattered)} slides have tiles at no common step, such as {scattered[0]}; look whether their coords are pixels")
     for slide in slides.all:
         low, high = (x / (resized.get(slide.name, size)) for x in reach[slide.name])
         if low < 0 or high >= cells:

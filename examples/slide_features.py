@@ -93,7 +93,10 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--orders", action="store_true", help="heatmaps with tiles in three orders, and how they correlate")
     args = settings.parse(parser)
     if args.features is None or args.labels is None:
-        parser.error("expected --features FOLDER and --labels CSV; for slides without labels examples/slide_predict.py")
+        # with --resume auto the run may have been stopped before its first step
+        parser.error(
+            "expected --features FOLDER and --labels CSV, which only a run that goes on has saved; for slides without labels examples/slide_predict.py"
+        )
     if not args.resume and args.out.resolve().is_relative_to(args.features.resolve()):
         parser.error(f"--out {args.out} lies in --features {args.features}, where its vectors would be read as a slide; give another --out")
     if args.checkpoint and (args.embed_dim or args.layers or args.heads):

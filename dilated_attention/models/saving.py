@@ -131,7 +131,7 @@ def find_model(path: Path) -> Path:
             return folder
     if step := _last_step(path):
         raise FileNotFoundError(f"{path} has no model yet, and the run was last saved after step {step}: {_advice(path, step)}")
-    what = f"holds no {WEIGHTS_FILE}, nor does checkpoint/ in it" if path.exists() else "does not exist"
+    what = f"holds no {WEIGHTS_FILE}, nor does checkpoint/ in it" if path.is_dir() else "is a file" if path.exists() else "does not exist"
     raise FileNotFoundError(f"{path} {what}; expected a folder written by save_pretrained, or that of a run with checkpoint/ in it")
 
 

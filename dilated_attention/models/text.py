@@ -159,8 +159,8 @@ def read_fasta(path: str | Path) -> list[tuple[str, torch.Tensor]]:
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be decompressed ({error}); it is damaged or cut off: copy or download it again") from error
-    # a record begins at a > after a line break, since names may hold > too
-    before, *rest = (b"\n" + text).split(b"\n>")
+    # a record begins at a > after a line break, since names may hold > too; editors of Windows write a mark of UTF-8 before the first
+    before, *rest = (b"\n" + text.removeprefix(b"\xef\xbb\xbf")).split(b"\n>")
     if not rest:
         raise ValueError(f"{path} holds no FASTA record; expected lines of bases under a line that begins with >")
     # of old, comments begin with ;

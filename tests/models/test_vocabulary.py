@@ -85,10 +85,11 @@ def test_the_size_says_which_vocabulary_is_meant() -> None:
 def test_every_record_of_a_fasta_file_is_read_plain_or_packed(tmp_path: Path) -> None:
     text = b"; a remark\n>short plasmid c.7A>T\nACGT\n>long one\r\nACgtN\r\nrYAC\r\n\nGGT\n>nothing\n"
     files = {"plain.fa": text, "packed.fa.gz": gzip.compress(text), "other": b"ACGT", "cut.gz": gzip.compress(text * 100)[:-20]}
-    files["first.fa"] = b"ACGT\n>x\nACGT\n"
+    # the mark is what editors of Windows write before a text
+    files |= {"first.fa": b"ACGT\n>x\nACGT\n", "marked.fa": b"\xef\xbb\xbf" + text}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    for name in ("plain.fa", "packed.fa.gz"):
+    for name in ("plain.fa", "packed.fa.gz", "marked.fa"):
         records = [(head, BASES.decode(bases)) for head, bases in read_fasta(tmp_path / name)]
         assert records == [("short plasmid c.7A>T", "ACGT"), ("long one", "ACGTNNNACGGT"), ("nothing", "")]
     for name, text_of in (

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention.models import BASES, LongNetConfig, LongNetLM, other_strand, read_fasta
@@ -85,6 +87,28 @@ def test_every_held_out_target_is_scored_once_and_none_is_shown(part: Part, is_c
         assert torch.equal(targets[scored], symbols[here]) and (is_causal or bool((inputs[scored] == genome.UNKNOWN).all()))
         places += here.tolist()
     assert sorted(places) == chromosome.scored().nonzero().flatten().tolist() and min(places) >= 500
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_window_does_not_cost_what_the_genome_does(part: Part, is_causal: bool) -> None:
+    """Each had a mask as long as the genome: minutes, and all memory, of 30 million bases."""
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **kwargs or {})
+            given, made = ({x.untyped_storage() for x in tree_leaves(some) if isinstance(x, torch.Tensor)} for some in (args, result))
+            # a slice of the genome has the genome's storage
+            addresses = {storage.data_ptr() for storage in given}
+            largest.extend(storage.nbytes() for storage in made if storage.data_ptr() not in addresses)
+            return result
+
+    genome = part("_genome")
+    windows = genome.Chromosome(symbols=symbols_of(300_000), cut=200_000, is_causal=is_causal, k=1, both_strands=True).held_out(512)
+    next(windows)
+    with Watch():
+        assert len(next(windows)[0]) == 512
+    assert 512 <= max(largest) <= 8 * 513
 
 
 @pytest.mark.parametrize(("is_causal", "both_strands"), [(True, True), (True, False), (False, False)])
@@ -263,6 +287,7 @@ def test_embeddings_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     names: dict[str, Any] = {}
     exec(block.code, names)
     assert names["region"].shape == (1000, 8) and names["vector"].shape == (8,)
+    assert names["likelihood"].shape == (len(names["window"]) - 1,) and bool((names["likelihood"] < 0).all())
     # the window begins with a segment, and reads what the whole record has there
     window = model.encode(BASES.encode(text)[120_000 - 16_384 : 121_000 + 16_384])
     with torch.no_grad():

@@ -293,7 +293,7 @@ def apart(folder: Path, steps: Callable[[int], int], form: str = "", tiles: int 
         (lambda _: 512, "", 256, "24 of 24 slides have tiles 512 pixels apart, such as s00; give --tile-size 512, or leave it out"),
         (lambda i: 256 if i % 2 else 512, "", 512, "12 of 24 slides have tiles 256 pixels apart, such as s01; leave it out, and each"),
         (lambda _: 512, "TRIDENT", None, "tiles 512 pixels apart, as their coords say"),
-        (lambda i: 516 if i == 3 else 512, "", None, "coords of 1 slides with tiles 516 pixels apart are resized to 512"),
+        (lambda i: 516 if i == 3 else 512, "", None, "coords of 1 slides with tiles 516 pixels apart are resized to 512, such as s03"),
         (lambda _: 1024, "TRIDENT", None, "s00 has tiles of 512 pixels 1024 apart: they do not touch (and 23 slides like it)"),
         (lambda _: 256, "CLAM", None, "s00 has tiles of 512 pixels 256 apart: they overlap (and 23 slides like it)"),
     ],
@@ -315,6 +315,18 @@ def test_the_pixels_between_tiles_are_read_or_compared(
     # attributes count where coords say nothing, of slides of one tile
     apart(folder, steps, form, tiles=1)
     assert check(files.find_slides(folder, None)).tile_size == (512 if form else 256)
+
+
+def test_a_slide_at_scattered_places_is_named(tmp_path: Path, part: Callable[[str], Any]) -> None:
+    """It was trained on without a word."""
+    folder, files = make_folder(tmp_path / "features"), part("_slides")
+    for path in folder.glob("s05.*"):
+        path.unlink()
+    features, coords = tissue(5)
+    scattered = np.random.default_rng(0).integers(0, 90_000, np.shape(coords))
+    np.savez(folder / "s05.npz", features=features, coords=scattered)
+    notes = files.check(files.find_slides(folder, None), cells=1000, tile_size=None).notes
+    assert sum("1 slides have tiles at no common step, such as s05; look whether" in note for note in notes) == 1
 
 
 def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
