@@ -94,9 +94,8 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     args = settings.parse(parser)
     if args.features is None or args.labels is None:
         # with --resume auto the run may have been stopped before its first step
-        parser.error(
-            "expected --features FOLDER and --labels CSV, which only a run that goes on has saved; for slides without labels examples/slide_predict.py"
-        )
+        way = "which only a run that goes on has saved; for slides without labels examples/slide_predict.py"
+        parser.error(f"expected --features FOLDER and --labels CSV, {way}")
     if not args.resume and args.out.resolve().is_relative_to(args.features.resolve()):
         parser.error(f"--out {args.out} lies in --features {args.features}, where its vectors would be read as a slide; give another --out")
     if args.checkpoint and (args.embed_dim or args.layers or args.heads):

@@ -119,7 +119,7 @@ def _generate(args: argparse.Namespace) -> int:
             written = (written + character)[-max(1, len(stop)) :]
             if written == stop:
                 break
-        print(decoder.decode(b"", final=True), end="\n" if sys.stdout.isatty() else "", flush=True)
+        print(decoder.decode(b"", final=True), end="\n" if sys.stdout and sys.stdout.isatty() else "", flush=True)
     return 0
 
 

@@ -25,6 +25,7 @@ from dilated_attention.engine.ops.bounds import document_ranges
 from dilated_attention.engine.ops.settings import DENSE, pattern_of
 from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
 from dilated_attention.pattern.checks import MAX_RANKS, as_int, as_int_tuple, check_bool
+from dilated_attention.validation import check_factory
 
 AnyPattern = BlockPattern | DilatedPattern | None
 Runs = list[Range]
@@ -85,10 +86,11 @@ def balanced_layout(
     size = as_int("world_size", world_size, minimum=1, maximum=MAX_RANKS)
     num_heads = as_int("num_heads", num_heads, minimum=1)
     check_bool("is_causal", is_causal)
+    place = check_factory(device, None)["device"] or torch.device("cpu")
     documents = _documents(cu_seqlens, seq_len)
     if not documents:
         return Layout(seq_len, ((),) * size)
-    pairs = [pairs_of(one or pattern_of(DENSE), documents, num_heads, is_causal=is_causal, device=torch.device(device)) for one in patterns]
+    pairs = [pairs_of(one or pattern_of(DENSE), documents, num_heads, is_causal=is_causal, device=place) for one in patterns]
     unit = max([1, *(max(one.q_block, one.k_block) for one in patterns if isinstance(one, BlockPattern))])
     layouts = list[Layout]()
     for layout in Dealer(pairs, documents, size, unit).candidates(is_causal=is_causal):

@@ -70,6 +70,8 @@ def sharded_cross_entropy(
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if not isinstance(tensor, torch.Tensor) or tensor.ndim < 1:
             raise TypeError(f"{name} is {shown(tensor)} ({type(tensor).__name__}); expected a tensor whose last dimension is the width")
+    if weight.ndim != 2 or not weight.shape[0]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; expected (vocabulary, width)")
     chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0])) if chunk is None else as_int("chunk", chunk, minimum=1)
     ignore_index = as_int("ignore_index", ignore_index)
     if targets.numel() != hidden.shape[:-1].numel():

@@ -195,11 +195,20 @@ class MultiheadAttention(nn.Module):
                 )
             if not x.is_floating_point():
                 raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype, that of the module's parameters")
+            # a layer that somebody has put in its place may convert
+            if type(self.q_proj) is nn.Linear:
+                self._check_fits(name, x, self.q_proj.weight)
         if query.shape[0] != key.shape[0] or key.shape[:2] != value.shape[:2]:
             raise ValueError(
                 f"query, key, value have shapes {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; "
                 "expected one batch size for all and one sequence length for key and value"
             )
+
+    def _check_fits(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+        if x.device != weight.device:
+            raise ValueError(f"{name} is on {x.device} and the module's parameters on {weight.device}; move either with .to(device)")
+        if x.dtype is not weight.dtype and (x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type)):
+            raise ValueError(f"{name} has dtype {x.dtype} and the module's parameters {weight.dtype}; convert either with .to(dtype)")
 
     def extra_repr(self) -> str:
         more = {
@@ -237,7 +246,7 @@ class LocalMultihead(MultiheadAttention):
         """Computes the attention.
 
         Args:
-            query: (B, Nq, E), in the parameters' dtype, or any under autocast.
+            query: (B, Nq, E), in the parameters' dtype, or under autocast any but float64.
             key: (B, Nk, E); None for query.
             value: (B, Nk, E); None for key.
             is_causal: a query sees keys at its own position and before.
@@ -301,7 +310,7 @@ class RingMultihead(MultiheadAttention):
         """Computes the attention.
 
         Args:
-            query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or any under autocast.
+            query: (B, n, E), this process's rows in the order of the layout, in the parameters' dtype, or under autocast any but float64.
             key: (B, n, E) of the same positions; None for query.
             value: (B, n, E); None for key.
             seq_len: N. With None the processes ask each other in every call. Either all processes give it, or none. With ``rotary`` under

@@ -65,7 +65,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 def as_int_tuple(name: str, values: Any, *, minimum: int | None = None, maximum: int | None = None) -> tuple[int, ...]:
     # numpy and torch vectors are not a Sequence, but users compute lengths with them. Those that hold no list of numbers are refused below
-    is_held = not getattr(values, "is_sparse", False) and not getattr(values, "is_meta", False)
+    is_held = not any(getattr(values, name, False) for name in ("is_sparse", "is_meta", "is_quantized"))
     if is_held and hasattr(values, "tolist") and getattr(values, "ndim", 1) == 1:
         values = values.tolist()
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):

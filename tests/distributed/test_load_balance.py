@@ -191,3 +191,8 @@ def test_bad_input_is_refused(changes: dict[str, Any], error: type[Exception], w
 
 def test_a_pattern_of_no_pairs_is_even() -> None:
     assert balanced_layout(DilatedPattern((8,), (8,), ((7,),)), 5, 2).imbalance == 1.0
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device is 'abc'; expected a torch\.device or its name"):
+        balanced_layout(None, 64, 2, device="abc")

@@ -65,6 +65,8 @@ def test_targets_out_of_range_of_another_type_or_number_are_refused_before_any_w
     ):
         with pytest.raises(error, match=text):
             sharded_cross_entropy(hidden, lm.output_weight, other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"weight has shape \(0,\); expected \(vocabulary, width\)"):
+        sharded_cross_entropy(hidden, torch.zeros(0), targets)
 
 
 @pytest.mark.slow

@@ -243,6 +243,8 @@ def test_autocast_runs_a_float32_layer_in_bfloat16(settings: dict[str, Any]) -> 
     assert all(p.grad is not None and p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
     error = (out.float() - exact).norm() / exact.norm()
     assert 0 < error < 0.02
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"query has dtype torch.float64 .* torch.float32; convert"):
+        layer(x.double())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -293,6 +295,8 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = 
     ((X[0],), {}, ValueError, r"query has shape \(14, 16\).*embed_dim = 16"),
     (([1.0],), {}, TypeError, "query is a list"),
     ((X.long(),), {}, ValueError, "query has dtype torch.int64"),
+    ((X.half(),), {}, ValueError, r"query has dtype torch.float16 and the module's parameters torch.float\d\d; convert either"),
+    ((X, X.to("meta")), {}, ValueError, r"key is on meta and the module's parameters on cpu; move either with .to\(device\)"),
     ((X, X[:1]), {}, ValueError, "one batch size"),
     ((X, X, X[:, :7]), {}, ValueError, "one sequence length"),
     ((X, X[:, :7]), {}, ValueError, "query_offset is 0 and q has 14 rows.*of 7 keys"),
