@@ -50,6 +50,15 @@ def model_folder(path: Path) -> Path:
     return path / "checkpoint" if (path / "checkpoint").is_dir() else path
 
 
+def trained_on(path: Path) -> set[str]:
+    """The slides of which a run, or that of a checkpoint's folder, has taken its weights, as far as its table says."""
+    table = next((file for file in (path / "predictions.csv", path.parent / "predictions.csv") if file.is_file()), None)
+    if table is None:
+        return set()
+    with table.open(newline="", encoding="utf-8") as file:
+        return {row["slide_id"] for row in csv.DictReader(file) if row.get("split") in ("train", "val")}
+
+
 @dataclass(frozen=True)
 class Slide:
     """A slide: its id and file; class, part, patient and fold as far as it has labels; pixels between its tiles, and of a cell."""
@@ -176,11 +185,13 @@ def check(slides: Slides, *, tile_size: int | None, cells: int, is_fixed: bool =
     steps: dict[str, float | None] = {}
     apart: list[str] = []
     reach: dict[str, tuple[float, float]] = {}
+    unreadable: dict[Path, str] = {}
     for slide in progress(slides.all, "reading"):
         try:
             tiles = read(slide.path)
         except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
-            raise Refused(f"{slide.path} cannot be read: {' '.join(str(error).split())[:200]}; write it again") from error
+            unreadable[slide.path] = " ".join(str(error).split())[:200]
+            continue
         if not len(tiles.features):
             raise Refused(f"{slide.path} has no tiles; remove it and its row")
         widths.setdefault(tiles.features.shape[1], slide.path)
@@ -192,6 +203,10 @@ def check(slides: Slides, *, tile_size: int | None, cells: int, is_fixed: bool =
         if tiles.size and tiles.step and abs(tiles.step - tiles.size) > tiles.size / 20:
             text = "overlap" if tiles.step < tiles.size else "do not touch"
             apart.append(f"{slide.name} has tiles of {tiles.size:g} pixels {tiles.step:g} apart: they {text}")
+    if unreadable:
+        (path, why), *others = unreadable.items()
+        also = f"; neither can {', '.join(other.name for other, _ in others[:8])}{' …' * (len(others) > 8)}" if others else ""
+        raise Refused(f"{path} cannot be read: {why}; write it again{also}")
     notes = [f"{apart[0]} (and {len(apart) - 1} slides like it)" if len(apart) > 1 else apart[0]] if apart else []
     counts = Counter(step for step in steps.values() if step)
     usual = counts.most_common(1)[0][0] if counts else 256.0

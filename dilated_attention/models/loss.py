@@ -64,7 +64,7 @@ def sharded_cross_entropy(
 
     Raises:
         TypeError: if targets are not integers.
-        ValueError: if the numbers of targets and positions differ, or targets on the CPU are out of range.
+        ValueError: if the numbers of targets and positions differ, weight has not two dimensions, or targets on the CPU are out of range.
     """
     check_integers("targets", targets)
     for name, tensor in (("hidden", hidden), ("weight", weight)):

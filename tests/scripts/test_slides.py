@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -166,6 +167,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no coords": (lambda folder: torch.save(torch.zeros(4, 12), folder / "s01.pt"), "holds a Tensor, and coords are needed"),
     "pickle": (lambda folder: torch.save({"features": folder}, folder / "s01.pt"), "not unpickled"),
     "damaged": (lambda folder: (folder / "s00.h5").write_bytes(b"no HDF5"), "s00.h5 cannot be read"),
+    "two damaged": (
+        lambda folder: [(folder / f"{name}.h5").write_bytes(b"no HDF5") for name in ("s00", "s03")],
+        "write it again; neither can s03.h5",
+    ),
     "outside": (lambda folder: write(folder / "s00.h5", np.zeros((4, 12)), np.full((4, 2), -1.0)), "coords from -1 to -1"),
     "empty": (lambda folder: write(folder / "s00.h5", np.zeros((0, 12)), np.zeros((0, 2))), "no tiles"),
     "held out": (
@@ -363,7 +368,15 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
     (new / "s30.h5").unlink()
     shutil.copy(folder / "labels.csv", labels)
     result = script(*inputs(new), "--checkpoint", str(out), "--epochs", "1", "--lr", "1e-6", "--out", str(tmp_path / "further"), quick=True)
-    assert auc_of(result) > 0.95
+    assert auc_of(result) > 0.95 and "was trained on" not in result.stderr
+    # other slides are held out
+    again = ["--epochs", "1", "--lr", "1e-6", "--seed", "1", "--out", str(tmp_path / "other")]
+    result = script(*inputs(new), "--checkpoint", str(out / "checkpoint"), *again, quick=True)
+    told = re.search(r"was trained on (\d) of the slides that are held out here, such as (s\d\d): their AUC is too high", result.stderr)
+    assert told and before[told[2]]["split"] == "train"
+    assert int(told[1]) == sum(
+        row["split"] == "test" != before[row["slide_id"]]["split"] for row in table_of(tmp_path / "other" / "predictions.csv")
+    )
 
 
 def test_weights_of_prov_gigapaths_family_embed_without_labels_and_keep_their_segments(tmp_path: Path) -> None:
