@@ -82,7 +82,10 @@ def decode_attention(
     if not torch.compiler.is_compiling() and positions.device.type == "cpu" and B:
         lowest, highest = int(positions.min()), int(positions.max())
         if lowest < 0 or highest >= max_length:
-            raise ValueError(f"positions reach from {lowest} to {highest}; expected 0 to max_length − 1 = {max_length - 1}")
+            raise ValueError(
+                f"positions reach from {lowest} to {highest}; expected 0 to max_length − 1 = {max_length - 1}: give as max_length how long "
+                "the sequences may become, if the cache keeps their last positions alone"
+            )
     if isinstance(pattern, BlockPattern):
         keys.prepare(positions.tolist())
     runs = keys.runs(positions.to(device=q.device, dtype=torch.int64))

@@ -228,6 +228,15 @@ class Options(NamedTuple):
 
 
 DEFAULTS: dict[str, Any] = {**Options._field_defaults, "group": None, "mesh": None}
+# what torch's scaled_dot_product_attention and flash-attn call it → what it is here
+_NAMES_OF_OTHERS = {
+    "attn_mask": "here is_causal, window, key_padding_mask and cu_seqlens, or block_sparse_attention with a pattern, e.g. MaskFunction",
+    "enable_gqa": "key and value heads that are fewer than q's are shared without it",
+    "causal": "here is_causal",
+    "softmax_scale": "here scale",
+    "window_size": "here window",
+    "alibi_slopes": "here bias=Alibi(slopes)",
+}
 # public function or class → the keywords that it takes
 KEYWORDS: dict[str, tuple[str, ...]] = {}
 
@@ -249,11 +258,16 @@ def shows_options(function: Function) -> Function:
     return function
 
 
-def check_names(function: str, options: Iterable[str]) -> None:
-    """Refuses options that the public function or class does not have."""
+def check_names(function: str, options: Iterable[str], owner: str = "") -> None:
+    """Refuses options that the public function or class does not have. ``owner``: the class of which ``function`` is the ``forward``."""
     for name in options:
         if name not in KEYWORDS[function]:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; it accepts {', '.join(KEYWORDS[function])}")
+            hint = f"an option of the constructor: {owner}(…, {name}=…)" if name in KEYWORDS.get(owner, ()) else _NAMES_OF_OTHERS.get(name)
+            what = f"{owner}.forward" if owner else function
+            raise TypeError(
+                f"{what}() got an unexpected keyword argument {name!r}{f' ({hint})' if hint else ''}; "
+                f"it accepts {', '.join(KEYWORDS[function])}"
+            )
 
 
 def checked_softmax(options: Options, q: Tensor, k: Tensor, scale: float) -> dict[str, Any]:

@@ -210,6 +210,7 @@ class LocalAttention(Attention):
             ValueError, TypeError: the tensors do not fit together; messages call query, key and value q, k and v.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
+        check_names("LocalAttention.forward", options, type(self).__name__)
         return self.function(query, key, value, **self._arguments(query), return_lse=return_lse, **options)
 
     def attention_map(self, query: torch.Tensor, key: torch.Tensor, query_rows: Any, **options: Any) -> torch.Tensor:
@@ -273,6 +274,7 @@ class RingModule(Attention):
             RingError: a process died, stalled or made a different call.
             BackendUnavailable: no backend can compute this, or the named one cannot.
         """
+        check_names("RingModule.forward", options, type(self).__name__)
         ring = self.ring.arguments()
         if self._blocks is not None:
             ring["head_steps"] = self.head_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ class MultiheadAttention(nn.Module):
     in_proj_bias: None = None
     # the public classes say of which class
     attention: Any
+    # the class whose ``forward`` says which options there are
+    _layer: ClassVar[str]
     inner_attn_ln: nn.LayerNorm | None
     q_norm: nn.RMSNorm | None
     k_norm: nn.RMSNorm | None
@@ -130,6 +132,7 @@ class MultiheadAttention(nn.Module):
             )
         if "return_lse" in options:
             raise TypeError("forward() got return_lse, and a layer returns (out, None); the attention within returns lse: layer.attention")
+        check_names(f"{self._layer}.forward", options, type(self).__name__)
         key = query if key is None else key
         q, k, v = self.project(query, key, key if value is None else value, input_norm)
         options["key_padding_mask"] = _as_bool(options.get("key_padding_mask"))
@@ -238,6 +241,8 @@ def _as_bool(key_padding_mask: Any) -> Any:
 class LocalMultihead(MultiheadAttention):
     """A layer of one process. ``attention`` is a ``LocalAttention``, whose maps the layer offers too."""
 
+    _layer = "LocalMultihead"
+
     @shows_options
     def forward(
         self, query: torch.Tensor, key: torch.Tensor | None = None, value: torch.Tensor | None = None, *, need_weights: bool = False,
@@ -301,6 +306,8 @@ class LocalMultihead(MultiheadAttention):
 
 class RingMultihead(MultiheadAttention):
     """A layer whose processes each hold some rows of a sequence. ``attention`` has ``ring``, which says where they are in it."""
+
+    _layer = "RingMultihead"
 
     @shows_options
     def forward(

@@ -10,6 +10,7 @@ Letters: W ranks, N positions of the whole sequence, H query heads, Hk key/value
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -69,7 +70,8 @@ class BlockCounts:
 @functools.lru_cache(maxsize=512)
 def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int) -> BlockCounts:
     """Returns the counts of ``pattern``. At most ``most`` blocks (1,024 of a function of pairs) are counted one by one; more are estimated
-    from a sample of rows. Where rows are too long for a sample, the counts are those of a shorter sequence, scaled by ``num_blocks``."""
+    from a sample of rows. Where rows are too long for a sample, the counts are those of a shorter sequence, scaled by ``num_blocks``, or of a
+    function of pairs as they grew from half of that."""
     blocks = num_blocks(pattern, num_positions, num_heads)
     if blocks <= (min(most, _MOST_ASKED_BLOCKS) if _asks_pairs(pattern) else most):
         lists = block_lists(pattern, num_positions, num_heads, is_causal=is_causal, device="cpu")
@@ -83,8 +85,13 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
     shorter = 8 * max(pattern.q_block, pattern.k_block)
     while _can_sample(pattern, 2 * shorter):
         shorter *= 2
-    counts, growth = block_counts(pattern, shorter, num_heads, is_causal, most), blocks / num_blocks(pattern, shorter, num_heads)
-    grown = {name: int(growth * getattr(counts, name)) for name in ("pairs", "entries", "computed", "list_bytes")}
+    counts, names = block_counts(pattern, shorter, num_heads, is_causal, most), ("pairs", "entries", "computed", "list_bytes")
+    growth = dict.fromkeys(names, blocks / num_blocks(pattern, shorter, num_heads))
+    if _asks_pairs(pattern):
+        # only a function itself says how its pairs grow: as a power of the length, seen where it doubles
+        half, doublings = block_counts(pattern, shorter // 2, num_heads, is_causal, most), math.log2(num_positions / shorter)
+        growth = {name: (max(1, getattr(counts, name)) / max(1, getattr(half, name))) ** doublings for name in names}
+    grown = {name: int(growth[name] * getattr(counts, name)) for name in names}
     return replace(counts, **grown, is_exact=False)  # type: ignore[arg-type]
 
 

@@ -246,7 +246,7 @@ def test_bad_input() -> None:
     refused(r"sinks has shape \(3,\)", sinks=torch.zeros(3))
     refused("positions is list", TypeError, one, k, v, [3, 4])
     refused("one position per request", ValueError, one, k, v, at[:1])
-    refused("positions reach from 3 to 50", ValueError, one, k, v, torch.tensor([3, 50]))
+    refused("positions reach from 3 to 50; expected 0 to max_length − 1 = 49: give as max_length", ValueError, one, k, v, torch.tensor([3, 50]))
     refused("give page_table", ValueError, one, k[:1], v[:1], at)
     refused("they must be equal", ValueError, one, k, v[:, 1:], at)
     refused("not a multiple|multiple of", ValueError, one[:, :, :3], k, v, at)

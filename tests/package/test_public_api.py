@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typing_extensions import get_type_hints
 
 import dilated_attention
@@ -118,3 +119,20 @@ def test_options_are_shown_completed_and_refused_by_name(name: str) -> None:
         value(**needed, is_casual=True)
     assert str(error.value).startswith(f"{name}() got an unexpected keyword argument 'is_casual'; it accepts ")
     assert set(str(error.value).partition("it accepts ")[2].split(", ")) == keywords
+
+
+def test_options_that_belong_elsewhere_are_refused_by_name_and_say_where() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    core = dilated_attention.DilatedAttention([4], [1])
+    layer = dilated_attention.MultiheadDilatedAttention(16, 2, [4], [1])
+    for call, text in [
+        (lambda: dilated_attention.attention(q, q, q, enable_gqa=True), r"'enable_gqa' \(key and value heads that are fewer .*; it accepts"),
+        (lambda: dilated_attention.attention(q, q, q, attn_mask=None), r"'attn_mask' \(here is_causal, window"),
+        (lambda: core(q, q, q, softcap=2.0), r"DilatedAttention.forward\(\) got an unexpected keyword argument 'softcap'; it accepts"),
+        (lambda: core(q, q, q, scale=2.0), r"'scale' \(an option of the constructor: DilatedAttention\(…, scale=…\)\)"),
+        (lambda: layer(q.flatten(2), bias=None), r"'bias' \(an option of the constructor: MultiheadDilatedAttention\("),
+        (lambda: layer(q.flatten(2), sinks=q), r"'sinks' \(an option of the constructor"),
+        (lambda: layer(q.flatten(2), seq_len=4), r"MultiheadDilatedAttention.forward\(\) got an unexpected keyword argument 'seq_len'; "),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            call()

@@ -459,6 +459,7 @@ WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: MaskFunction(7), "fn is 7"),
         (lambda: MaskFunction(lambda i, j: i > j), r"fn takes \(i, j\): too many positional arguments"),
         (lambda: MaskFunction(lambda b, h, q, k: q - k).pairs(100), "fn returned torch.int64; expected a bool tensor"),
+        (lambda: MaskFunction(lambda b, h, q, k: q >= k and h == 0).pairs(100), r"fn takes a tensor of pairs .*expected .*&, \|, ~"),
         (lambda: to_block_mask(None, 12, 4), r"pattern is None \(NoneType\); expected a block pattern"),  # type: ignore[arg-type]
         (lambda: LocalWindow(3) | 7, "unsupported operand"),
         (lambda: TopBlocks(0.1), "blocks is 0.1"),

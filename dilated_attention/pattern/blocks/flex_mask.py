@@ -253,6 +253,13 @@ class MaskFunction(BlockPattern):
                     f"fn reads a tensor behind its end ({error}); expected tensors with an entry for each query head and each position of "
                     "q: make them longer, or let fn take the indices modulo their length"
                 ) from error
+            except RuntimeError as error:
+                if "Boolean value of Tensor" not in str(error):
+                    raise
+                raise TypeError(
+                    "fn takes a tensor of pairs for True or False (if, and, or, not, a < b < c); expected operations on whole tensors: "
+                    "&, |, ~, torch.where"
+                ) from error
             if not isinstance(kept, Tensor) or kept.dtype is not torch.bool:
                 found = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
                 raise TypeError(f"fn returned {found}; expected a bool tensor, True where query q_idx attends to key kv_idx")
