@@ -40,10 +40,8 @@ def _row(declared: Capabilities) -> list[str]:
 
 
 def _devices(declared: Capabilities) -> str:
-    if "cuda" not in declared.devices:
-        return ", ".join(sorted(declared.devices)).upper()
-    if len(declared.devices) > 1:
-        return "any"
+    if declared.devices != {"cuda"}:
+        return "any" if "meta" in declared.devices else ", ".join(sorted(declared.devices)).upper()
     if declared.compute_capabilities is None:
         return "CUDA"
     low, high = (f"sm_{major}{minor}" for major, minor in declared.compute_capabilities)

@@ -256,7 +256,7 @@ class Backend(ABC):
         """Returns the contributions (dq, dk, dv), in q's dtype or float32.
 
         ``out`` and ``lse`` are those *of the whole softmax*, of which this launch may be a part. An lse of +inf marks a row that takes no
-        part: its contributions are 0.
+        part: its contributions are 0; a row without keys comes so, never with −inf.
 
         Args:
             dlse: (P, G, L), only if ``capabilities.lse_grad``.

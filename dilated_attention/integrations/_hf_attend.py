@@ -17,7 +17,7 @@ from dilated_attention.functional import attention, block_sparse_attention, dila
 from dilated_attention.functional.arguments import autocast, needs_grad, place_in
 from dilated_attention.functional.decode import decode_attention
 from dilated_attention.integrations._hf_mask import OF_TRANSFORMERS, KeyMask, document_starts, mask_of_tensor, packed_bounds
-from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, OF_PATTERNS, Settings, group_of, settings_of
+from dilated_attention.integrations._hf_settings import CONFIG_KEY, NAME_KEY, OF_PATTERNS, Settings, check_shared, group_of, settings_of
 from dilated_attention.pattern import DilatedPattern, LocalWindow
 from dilated_attention.pattern.checks import shown
 from dilated_attention.validation import refuse_where
@@ -168,6 +168,14 @@ def attend(
     if is_dense:
         options["window"] = window
     if settings.is_shared:
+        if config is not None and place_in(group_of(name))[1] > 1:
+            check_shared(name, config, mask.padding is not None)
+            # context_parallel looks at each call
+            if mask.seq_len is None and module.training and getattr(config, "output_router_logits", False):
+                raise ValueError(
+                    f"attention {name!r}: config.output_router_logits is True, and the router's loss is no sum over the processes' parts; "
+                    "expected False"
+                )
         _check_shards(name, settings, mask, rows[1], cu_seq_lens_q is not None)
         # all layers need one layout, and the two functions have different defaults
         options = {"layout": "contiguous", **options, "group": group_of(name), "mesh": None}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from dilated_attention.distributed.comm.group import members_of
 from dilated_attention.distributed.sharding.layout import local_positions, shard_sequence
 from dilated_attention.models.text import check_tokens
 from dilated_attention.pattern.checks import shown
@@ -357,8 +358,9 @@ def shard_inputs(
 
     Every tensor whose second dimension is the sequence length N is sharded; ``position_ids`` are those in the whole sequence. With
     ``labels``, the targets are shifted before they are sharded, so that no process needs its neighbour's. The result then contains
-    ``shift_labels`` and ``num_items_in_batch``, the number of targets of the whole sequence. The processes' losses then sum to the loss of
-    the whole sequence, and so do their gradients.
+    ``shift_labels`` and ``num_items_in_batch``, the number of targets of the whole sequence. The losses that the processes' causal language
+    models compute with these then sum to the loss of the whole sequence, and so do their gradients. Models with other losses do not read
+    ``num_items_in_batch``, or shift nothing: leave their labels out.
 
     Packed documents of one row are told by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``position_ids`` that begin again or by another
     ``seq_idx``, whatever mask stands beside them. The result has their bounds in the whole sequence as ``cu_seq_lens_q`` and ``_k``.
@@ -373,13 +375,15 @@ def shard_inputs(
 
     Raises:
         ValueError, TypeError: if neither ``input_ids`` nor ``inputs_embeds`` is given, labels, masks or positions are not of their shape,
-            several rows hold packed documents, or the mask holds other numbers than 0 and 1.
+            several rows hold packed documents, the mask holds other numbers than 0 and 1, or there are more processes than positions.
     """
     if group is not None and mesh is not None:
         raise ValueError("group and mesh are both given; a sequence is spread over one of them: pass group= or mesh=")
     place = mesh if group is None else group
     first = sequence_of(inputs)
     batch, length = first.shape[:2]
+    if length < (size := members_of(place).size):
+        raise ValueError(f"a sequence of {length} positions for {size} processes; expected at least one for each: drop it, or pad it")
     whole = dict(inputs)
     for name in _OF_POSITIONS:
         x, expected = whole.get(name), f"a value for each position, {(batch, length)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,11 @@ EVERY_OPTION = {option for options in OPTIONS.values() for option in options}
 # what says which pairs count, and a value for as long as it is not said; and the modules that check all of them
 _USUAL: dict[str, dict[str, Any]] = {"ring": {}, "block_sparse": {"pattern": LocalWindow(0)}}
 _MODULES = {"dilated": DilatedAttention, "ring_dilated": RingDilatedAttention, "ring": RingAttention, "block_sparse": BlockSparseAttention}
+# what check_shared goes by: RoPE's kinds whose frequencies depend on the length; layers that see other positions by attention alone; models
+# whose embeddings make positions of the tokens that they are given
+_ROPES_OF_LENGTH = {"dynamic", "longrope"}
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_OWN_POSITIONS = {"roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text", "camembert", "esm"}
 # what attention within a window does not take of them
 OF_PATTERNS = (*_BRANCHES, *_OF_BRANCHES, "mixture_grad", "pattern")
 
@@ -165,3 +170,28 @@ def configs_of(config: Any) -> list[Any]:
         if getattr(config, name, None) is not None:
             found += configs_of(getattr(config, name))
     return found
+
+
+def check_shared(name: str, config: Any, has_padding: bool) -> None:
+    """Raises ValueError for a model whose layers compute something else from a part of a sequence, which no attention can mend.
+
+    Args:
+        name: of the attention.
+        config: of the layer.
+        has_padding: whether the layer has a padding mask.
+    """
+    model, why = getattr(config, "model_type", type(config).__name__), ""
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # one rotation, or one for each kind of layer
+    kinds = {each.get("rope_type", each.get("type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping)}
+    layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())} - _ATTENTION_LAYERS
+    if found := kinds & _ROPES_OF_LENGTH:
+        why = f"turns queries and keys by the longest position in sight (rope_type {min(found)!r}): expected linear, yarn or llama3"
+    elif layers or any(option.startswith("mamba") for option in vars(config)):
+        why = f"has layers that carry a state from position to position ({', '.join(sorted(layers)) or 'mamba'}): expected attention alone"
+    elif model in _OWN_POSITIONS and getattr(config, "position_embedding_type", "absolute") == "absolute":
+        why = "numbers its positions by the tokens in sight: expected a model that is given position_ids from 0 on"
+    elif model == "opt" and has_padding:
+        why = "counts positions from the padding mask in sight: expected rows without padding, e.g. packed"
+    if why:
+        raise ValueError(f"attention {name!r} of a sequence that processes share: {model} {why}. Or run it on one process")

@@ -70,8 +70,8 @@ class BlockCounts:
 @functools.lru_cache(maxsize=512)
 def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_causal: bool, most: int) -> BlockCounts:
     """Returns the counts of ``pattern``. At most ``most`` blocks (1,024 of a function of pairs) are counted one by one; more are estimated
-    from a sample of rows. Where rows are too long for a sample, the counts are those of a shorter sequence, scaled by ``num_blocks``, or of a
-    function of pairs as they grew from half of that."""
+    from a sample of rows. Where rows are too long for a sample, the counts are those of a shorter sequence, scaled by ``num_blocks``, or of
+    a function of pairs as they grew from half of that."""
     blocks = num_blocks(pattern, num_positions, num_heads)
     if blocks <= (min(most, _MOST_ASKED_BLOCKS) if _asks_pairs(pattern) else most):
         lists = block_lists(pattern, num_positions, num_heads, is_causal=is_causal, device="cpu")

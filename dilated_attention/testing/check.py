@@ -147,6 +147,15 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
     return truth, bounds
 
 
+def _space_of(name: str, index: int) -> Space:
+    """Returns the space of case ``index`` of a backend: short, long, or with blocks."""
+    capabilities = registry.get(name).capabilities
+    changes: dict[str, Any] = {"max_length": 600} if index % 5 == 4 else {}
+    if capabilities.blocks_only or (capabilities.block_sizes and index % 5 == 2):
+        changes = {"max_length": 300, "blocks": True}
+    return Space.of_backend(name, **changes)
+
+
 def check_backend(
     name: str,
     *,
@@ -164,7 +173,8 @@ def check_backend(
         dtypes: the dtypes to draw from; None for all that its capabilities declare.
         cases: the number of cases to run.
         seed: the seed of the first case; case i of seed s is case i + 1 of seed s − 1.
-        space: what to draw; None for what the backend's capabilities allow.
+        space: what to draw; None for what the backend's capabilities allow: every fifth case has up to 600 positions, since a backend may
+            work in pieces, and another fifth lists of blocks, if it takes them.
 
     Raises:
         AssertionError: if a result exceeds its bound (the message has the case to repeat it), or over half of the cases were refused.
@@ -173,10 +183,9 @@ def check_backend(
     if device is None:
         device = "cuda" if torch.cuda.is_available() and "cuda" in capabilities.devices else "cpu"
     choices = sorted(dtypes or capabilities.dtypes, key=str)
-    space = space or Space.of_backend(name)
     report = Report(name, str(device))
     for index in range(seed, seed + cases):
-        case, dtype = random_case(index, space), choices[index % len(choices)]
+        case, dtype = random_case(index, space or _space_of(name, index)), choices[index % len(choices)]
         try:
             measured = measure(case, name, dtype, device)
         except BackendUnavailable:

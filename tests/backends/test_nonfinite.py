@@ -36,10 +36,10 @@ from dilated_attention.testing import (
 )
 from dilated_attention.testing.oracle import block_multiplicities, multiplicities
 from tests.helpers import ring_cases
-from tests.helpers.forms import static
+from tests.helpers.forms import cpu_backends, static
 from tests.helpers.pool import pool_of
 
-BACKENDS = ("math", "sdpa_cpu")
+BACKENDS = cpu_backends()
 VALUES = (math.nan, math.nan, math.inf, -math.inf)
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLANTED = ("q", "k", "v", "dout", "dlse")

@@ -224,13 +224,15 @@ def test_patterns_are_those_of_every_prefix_or_refused(pattern: BlockPattern) ->
             decode_attention(q[:, :1], k, v, torch.tensor([0, 0]), pattern)
 
 
-def test_drawn_patterns_that_claim_it_are_those_of_every_prefix() -> None:
-    drawn = [random_blocks(random.Random(seed), 2, 200, (64, 64), any_length=True, depth=1) for seed in range(60)]
-    claims = [pattern for pattern in drawn if pattern.is_prefix_stable]
+@pytest.mark.parametrize(("claim", "lengths"), [("is_prefix_stable", (1, 64, 65, 150, 450)), ("shares_lists", (577, 600, 639))])
+def test_drawn_patterns_keep_what_they_claim(claim: str, lengths: tuple[int, ...]) -> None:
+    """Prefixes have the causal pattern of the whole; lengths of equally many blocks have one list, up to where each ends."""
+    drawn = [random_blocks(random.Random(seed), 2, 640, (64, 64), any_length=True, depth=1) for seed in range(60)]
+    claims = [pattern for pattern in drawn if getattr(pattern, claim)]
     assert len({type(pattern) for pattern in claims}) > 4
-    for pattern in claims:
-        whole = pattern.dense_mask(200, 200, 2, is_causal=True)
-        assert all(torch.equal(pattern.dense_mask(n, n, 2, is_causal=True), whole[:, :n, :n]) for n in (1, 64, 65, 150)), pattern
+    for pattern, is_causal in ((x, y) for x in claims for y in ((True,) if claim == "is_prefix_stable" else (False, True))):
+        whole = pattern.dense_mask(640, 640, 2, is_causal=is_causal)
+        assert all(torch.equal(pattern.dense_mask(n, n, 2, is_causal=is_causal), whole[:, :n, :n]) for n in lengths), pattern
 
 
 def test_bad_input() -> None:
@@ -246,7 +248,9 @@ def test_bad_input() -> None:
     refused(r"sinks has shape \(3,\)", sinks=torch.zeros(3))
     refused("positions is list", TypeError, one, k, v, [3, 4])
     refused("one position per request", ValueError, one, k, v, at[:1])
-    refused("positions reach from 3 to 50; expected 0 to max_length − 1 = 49: give as max_length", ValueError, one, k, v, torch.tensor([3, 50]))
+    refused(
+        "positions reach from 3 to 50; expected 0 to max_length − 1 = 49: give as max_length", ValueError, one, k, v, torch.tensor([3, 50])
+    )
     refused("give page_table", ValueError, one, k[:1], v[:1], at)
     refused("they must be equal", ValueError, one, k, v[:, 1:], at)
     refused("not a multiple|multiple of", ValueError, one[:, :, :3], k, v, at)

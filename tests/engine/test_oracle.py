@@ -40,12 +40,12 @@ from dilated_attention.testing import (
     relative_bound,
     results,
 )
-from tests.helpers.forms import FORMS
+from tests.helpers.forms import FORMS, cpu_backends
 from tests.helpers.fused import run_fused
 from tests.helpers.op_settings import calls_of
 from tests.helpers.strategies import cases
 
-CPU_BACKENDS = ("math", "sdpa_cpu")
+CPU_BACKENDS = cpu_backends()
 HALVES = (torch.bfloat16, torch.float16)
 SMALL = Space(bias=True, head_dims=(1, 2, 3), max_length=11, heads_per_kv=(1, 2), layouts=("contiguous",))
 

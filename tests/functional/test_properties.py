@@ -23,9 +23,10 @@ from dilated_attention.testing import (
     random_case,
     results,
 )
+from tests.helpers.forms import cpu_backends
 
 
-@pytest.fixture(params=["math", "sdpa_cpu"])
+@pytest.fixture(params=cpu_backends())
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

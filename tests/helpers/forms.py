@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dilated_attention as da
+from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.pattern import BlockPattern
 from dilated_attention.testing import Case, Inputs, call
 from dilated_attention.testing.check import function_of
@@ -138,3 +139,9 @@ FORMS: dict[str, tuple[Form, Callable[[Case], Case]]] = {
     "ring": (ring, _of_ring),
     "module": (module, _of_module),
 }
+
+
+def cpu_backends() -> tuple[str, ...]:
+    """The registered backends that compute dense problems on a CPU, with gradients."""
+    request = AttentionRequest(hardware=detect("cpu"), dtype=torch.float32, head_dim=8, needs_grad=True)
+    return tuple(name for name, reasons in registry.table(request) if not reasons)

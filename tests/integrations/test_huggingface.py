@@ -804,6 +804,52 @@ def test_processes_share_compiled_models_and_padding_and_not_what_needs_the_whol
         assert len(found) == 7 + rank and all(text in message for text, message in zip(texts, found, strict=False)), found
 
 
+def cut_otherwise(rank: int, world: int) -> list[str]:
+    """What models answer whose layers would compute something else from a part of the sequence."""
+    register()
+    size = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"max_position_embeddings": 40, "original_max_position_embeddings": 32}
+    opt = {"vocab_size": 97, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    models = [
+        transformers.Phi3ForCausalLM(transformers.Phi3Config(**size, **ids, **rope, rope_parameters=long | rope)),
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**size, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+        ),
+        transformers.RobertaForMaskedLM(transformers.RobertaConfig(**size, **ids)),
+        transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**size, num_key_value_heads=4, layer_types=["conv", "full_attention"])),
+        transformers.OPTForCausalLM(transformers.OPTConfig(**opt, **ids)),
+    ]
+    found = []
+    for model in models:
+        inputs = {"input_ids": tokens(2, 48), "attention_mask": padded("left", 48)}
+        if not isinstance(model, transformers.OPTForCausalLM):
+            del inputs["attention_mask"]
+        with pytest.raises(ValueError) as refusal:
+            on(model, "ring")(**shard_inputs(inputs))
+        found.append(str(refusal.value))
+    with pytest.raises(ValueError, match="a sequence of 1 positions for 2 processes"):
+        shard_inputs({"input_ids": tokens(2, 1)})
+    # a model that is right on parts, after those that are not
+    found.append(str(on(llama(), "ring")(**shard_inputs({"input_ids": tokens(2, 48)})).logits.shape[1]))
+    return found
+
+
+@pytest.mark.skipif(RELEASE < PINNED, reason="older releases call RoPE's settings otherwise")
+def test_models_that_compute_something_else_from_a_part_are_refused_on_every_process() -> None:
+    first, second = pool_of(2).run(cut_otherwise)
+    assert first == second and first[-1] == "24"
+    texts = (
+        "phi3 turns queries and keys by the longest position in sight (rope_type 'longrope'): expected linear",
+        "llama turns queries and keys by the longest position in sight (rope_type 'dynamic')",
+        "roberta numbers its positions by the tokens in sight",
+        "lfm2 has layers that carry a state from position to position (conv): expected attention alone",
+        "opt counts positions from the padding mask in sight",
+    )
+    assert all(text in message for text, message in zip(texts, first, strict=False)), first
+
+
 BESIDE = ("labels", "shift_labels", "attention_mask", "position_ids", "token_type_ids", "seq_idx")
 
 

@@ -126,7 +126,10 @@ def test_options_that_belong_elsewhere_are_refused_by_name_and_say_where() -> No
     core = dilated_attention.DilatedAttention([4], [1])
     layer = dilated_attention.MultiheadDilatedAttention(16, 2, [4], [1])
     for call, text in [
-        (lambda: dilated_attention.attention(q, q, q, enable_gqa=True), r"'enable_gqa' \(key and value heads that are fewer .*; it accepts"),
+        (
+            lambda: dilated_attention.attention(q, q, q, enable_gqa=True),
+            r"'enable_gqa' \(key and value heads that are fewer .*; it accepts",
+        ),
         (lambda: dilated_attention.attention(q, q, q, attn_mask=None), r"'attn_mask' \(here is_causal, window"),
         (lambda: core(q, q, q, softcap=2.0), r"DilatedAttention.forward\(\) got an unexpected keyword argument 'softcap'; it accepts"),
         (lambda: core(q, q, q, scale=2.0), r"'scale' \(an option of the constructor: DilatedAttention\(…, scale=…\)\)"),

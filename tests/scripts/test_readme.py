@@ -56,11 +56,7 @@ def test_every_figure_is_that_of_its_results() -> None:
         [f"{value(f'{folder}/train-infer', encoders[0], 'first_ms') / 1000:.1f}" for folder in ("first", "again")],
         [cell for row in shared for cell in (f"{row['tokens_per_s']:,}", str(row["peak_gib"]))],
         [f"{value('varying/speed', name, 'new_ms', **varying):.2f}" for name in ("ours", "torch cudnn", "torch flash")],
-        [
-            f"{value('short/speed', name, 'called', **{'pass': x}):.2f}"
-            for name in ("equal", "torchscale")
-            for x in passes
-        ],
+        [f"{value('short/speed', name, 'called', **{'pass': x}):.2f}" for name in ("equal", "torchscale") for x in passes],
         [
             f"{value(slides, name, key) / unit:.{digits}f}"
             for name in encoders

@@ -22,7 +22,7 @@ class WholeBlocks(BlockPattern):
 
     @abstractmethod
     def keeps(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        """Returns bool: whether the block is kept, elementwise on broadcastable tensors."""
+        """Returns bool: whether the block is kept, elementwise on broadcastable tensors. Columns behind the last count as not kept."""
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         grid = self.grid(num_positions, device=queries.device)
