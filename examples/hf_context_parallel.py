@@ -34,10 +34,13 @@ from dilated_attention.integrations.huggingface import context_parallel
 from dilated_attention.parsing import size
 
 try:
+    import transformers
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
     from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 except ImportError as error:
     raise SystemExit(f'{error}: pip install "dilated-attention[hf]" accelerate') from None
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+    raise SystemExit(f"transformers is {transformers.__version__}; expected 5.23 or later: pip install --upgrade transformers")
 
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_1B = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}

@@ -1,8 +1,9 @@
-"""Train a base-level LongNet on a bacterium's whole chromosome, and compare it with Markov models of the same held-out bases.
+"""Train a base-level model on a bacterium's whole chromosome, and compare it with Markov models of the same held-out bases.
 
     python examples/train_genome.py                              # one CPU: context 16,384; minutes on 2 cores
     python examples/train_genome.py --fasta my.fa.gz --out runs/mine   # your own genome, all of its records
     python examples/train_genome.py --out runs/mine --resume auto      # go on where it was stopped, by whatever
+    python examples/train_genome.py --attention mixed            # three layers of windows to a dense one, in place of LongNet's branches
     python examples/train_genome.py --objective masked           # 15 % of the bases hidden, attention both ways
     python examples/train_genome.py --scale gpu --minutes 3      # one H200: 1,048,576 bases in one sequence, bf16, compiled, checkpointed
     torchrun --nproc_per_node=4 examples/train_genome.py --scale gpu --context-parallel 4 --fsdp  # the same sequence over 4 GPUs
@@ -45,7 +46,7 @@ from recipe.processes import Processes, precision
 from recipe.trainer import Task, Trainer, generator_of
 
 from dilated_attention.models import BASES, LongNetConfig, LongNetLM
-from dilated_attention.pattern import geometric_branches
+from dilated_attention.pattern import LocalWindow, geometric_branches
 
 SCALES: dict[str, dict[str, Any]] = {
     "cpu": {"context": 16_384, "short_context": 2048, "layers": 3, "embed_dim": 128, "heads": 4, "first_segment": 512}
@@ -71,6 +72,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     settings.add_common(parser, out="runs/genome", lr=1e-2, minutes=8.0)
     parser.add_argument("--fasta", type=Path, help="a FASTA file, plain or .gz (default: the chromosome in pyrodigal's wheel)")
     parser.add_argument("--objective", choices=("causal", "masked"), default="causal")
+    parser.add_argument("--attention", choices=("longnet", "mixed"), default="longnet", help="mixed: windows of 1,024, and dense layers")
     parser.add_argument("--scale", choices=tuple(SCALES), default="cpu", help="defaults of the options that follow")
     parser.add_argument("--context", type=whole, help="bases of a training sequence")
     parser.add_argument("--short-context", type=whole, help="bases of the first ones: many small steps before the long sequences")
@@ -107,6 +109,8 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
         parser.error(f"--short-context is {args.short_context:,} and --context {args.context:,}; expected at most that")
     if (args.segment_lengths is None) != (args.dilation_rates is None):
         parser.error("--segment-lengths and --dilation-rates belong together: give both, or --first-segment")
+    if args.attention == "mixed" and args.segment_lengths is not None:
+        parser.error("--segment-lengths is given with --attention mixed, which has no branches; leave it out, or --attention")
     if args.segment_lengths is None:
         args.segment_lengths, args.dilation_rates = (list(x) for x in geometric_branches(args.context, args.first_segment))
     return parser, args
@@ -156,6 +160,16 @@ class Reading:
         return total / max(count, 1) / math.log(2)
 
 
+def attention_of(args: argparse.Namespace) -> dict[str, Any]:
+    """LongNet's branches in every layer; or layers of windows and, every fourth and the last of fewer, a dense one."""
+    if args.attention == "longnet":
+        return {"segment_lengths": tuple(args.segment_lengths), "dilation_rates": tuple(args.dilation_rates)}
+    window = LocalWindow((1023, 0) if args.objective == "causal" else (511, 512))
+    windows = {"attention": "block_sparse", "block_pattern": window}
+    # a dense layer that rotates nothing: what it says of a key does not depend on how far back it stands
+    return {"attention": [*[windows] * min(3, args.layers - 1), {"attention": "dense", "positions": "none"}]}
+
+
 def build(args: argparse.Namespace, processes: Processes | None) -> LongNetLM:
     """The model over processes, or with None that of one process, without values."""
     config = LongNetConfig(
@@ -164,8 +178,7 @@ def build(args: argparse.Namespace, processes: Processes | None) -> LongNetLM:
         embed_dim=args.embed_dim,
         num_layers=args.layers,
         num_heads=args.heads,
-        segment_lengths=tuple(args.segment_lengths),
-        dilation_rates=tuple(args.dilation_rates),
+        **attention_of(args),
         is_causal=args.objective == "causal",
         dropout=args.dropout,
         tie_embeddings=False,
@@ -223,7 +236,8 @@ def main() -> int:
         trainer = Trainer(args, processes, model, reading.parallel, optimizers_of(model, args.lr), task, peak)
     unknown = "" if known == 1 else f"; {1 - known:.2%} of the former are N"
     print(f"{genome.name}: {cut:,} bases to train on, {len(symbols) - cut:,} held out{unknown}")
-    print(f"{model.num_parameters:,} parameters, branches {model.config.pattern.branches}, {args.objective}, context {args.context:,}")
+    attention = f"branches {model.config.pattern.branches}" if args.attention == "longnet" else "windows of 1,024 and dense layers"
+    print(f"{model.num_parameters:,} parameters, {attention}, {args.objective}, context {args.context:,}")
     compile_seconds = 0.0
     if args.compile:
         compile_seconds = reading.warm_up()

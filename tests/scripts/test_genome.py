@@ -219,11 +219,12 @@ def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["causal", "masked"])
+@pytest.mark.parametrize(("objective", "attention"), [("causal", "longnet"), ("masked", "longnet"), ("masked", "mixed")])
 def test_training_ends_below_markov_models(
-    part: Part, here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str
+    part: Part, here: Callable[..., tuple[int, str, str]], fasta: Path, tmp_path: Path, objective: str, attention: str
 ) -> None:
-    words = f"--objective {objective} --steps 40 --short-context 256 --short-share 0.4 --no-both-strands --expect-below-markov".split()
+    words = f"--attention {attention} --objective {objective} --steps 40 --short-context 256 --short-share 0.4".split()
+    words += ["--no-both-strands", "--expect-below-markov"]
     genome = part("_genome")
     code, out, error = here(
         "train_genome.py", "--fasta", str(fasta), *SMALL, *words, "--out", str(tmp_path), *(PEAK if objective == "causal" else [])
@@ -238,7 +239,7 @@ def test_training_ends_below_markov_models(
     assert (tmp_path / "genome.png").stat().st_size > 5000
     # and the checkpoint is the model that was measured
     model, read = LongNetLM.from_pretrained(tmp_path / "checkpoint"), genome.read_genome(fasta)
-    assert model.config.is_causal is (objective == "causal")
+    assert model.config.is_causal is (objective == "causal") and model.config.kind == {"longnet": "dilated"}.get(attention, attention)
     chromosome = genome.Chromosome(symbols=read.symbols, cut=read.cut, is_causal=objective == "causal", k=5, both_strands=True)
     windows = list(chromosome.held_out(512))
     counts = [int((targets != -100).sum()) for _, targets in windows]
