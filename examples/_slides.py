@@ -10,6 +10,7 @@ import hashlib
 import json
 import pickle
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,13 @@ def trained_on(path: Path) -> set[str]:
         return set()
     with table.open(newline="", encoding="utf-8") as file:
         return {row["slide_id"] for row in csv.DictReader(file) if row.get("split") in ("train", "val")}
+
+
+def warn_of_trained(path: Path | None, names: set[str], way_out: str) -> None:
+    """Warns of slides to score that a run's weights were trained on."""
+    if path is not None and (seen := trained_on(path) & names):
+        text = f"{path} was trained on {len(seen)} of the slides that are held out here, such as {min(seen)}: their AUC is too high"
+        warnings.warn(f"{text}; {way_out}", stacklevel=2)
 
 
 @dataclass(frozen=True)

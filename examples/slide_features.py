@@ -26,7 +26,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ from _slides import (
     save_table,
     save_vectors,
     tell_of_class_token,
-    trained_on,
+    warn_of_trained,
     with_parts,
 )
 from recipe import settings
@@ -170,13 +169,8 @@ def main() -> int:
     except Refused as error:
         parser.refuse(str(error))
     print("\n".join(slides.notes))
-    if args.checkpoint and (
-        seen := trained_on(args.checkpoint) & {slide.name for slide in slides.all if args.folds or slide.part == "test"}
-    ):
-        text = (
-            f"{args.checkpoint} was trained on {len(seen)} of the slides that are held out here, such as {min(seen)}: their AUC is too high"
-        )
-        warnings.warn(f"{text}; hold out those that it held out, by its --seed and --held-out or a column split", stacklevel=1)
+    held_out = {slide.name for slide in slides.all if args.folds or slide.part == "test"}
+    warn_of_trained(args.checkpoint, held_out, "hold out those that it held out, by its --seed and --held-out or a column split")
     print(f"classes {', '.join(slides.classes)}; {model.num_parameters:,} parameters, {args.checkpoint or 'random weights'}, {device}")
     if args.folds:
         args.out.mkdir(parents=True, exist_ok=True)

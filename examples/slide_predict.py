@@ -35,6 +35,7 @@ from _slides import (
     save_table,
     save_vectors,
     tell_of_class_token,
+    warn_of_trained,
 )
 from recipe import settings
 from recipe.main import run_safely
@@ -86,6 +87,10 @@ def main() -> int:
     except Refused as error:
         parser.refuse(str(error))
     print("\n".join(slides.notes))
+    if args.labels:
+        warn_of_trained(
+            args.checkpoint, {slide.name for slide in slides.all}, "give --labels of others, e.g. its predictions.csv's split test"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     vectors, probabilities = [], []
     for slide in progress(slides.all, "vectors"):

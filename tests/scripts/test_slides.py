@@ -364,6 +364,8 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
         labels.write_text((folder / "labels.csv").read_text() + text)
         result = predict(new, out / "checkpoint", tmp_path / "by-checkpoint", "--labels", str(labels), *options)
         assert result.returncode == code and said in result.stdout + result.stderr, result.stderr
+        # the AUC is of slides that the run was trained on, too
+        assert code or re.search(r"was trained on \d\d of the slides .*give --labels of others", result.stderr)
     # further training of a run's model, with its head
     (new / "s30.h5").unlink()
     shutil.copy(folder / "labels.csv", labels)
