@@ -56,6 +56,8 @@ def decode_attention(
     >>> pattern = DilatedPattern((2048, 8192), (1, 4))
     >>> lengths = torch.tensor([100, 7])
     >>> out = decode_attention(q, cache_k, cache_v, lengths, pattern)
+    >>> # a cache of 8,192 slots, which are used again, for sequences of up to 2^20
+    >>> out = decode_attention(q, cache_k, cache_v, lengths, pattern, max_length=2**20)
     """
     check_names("decode_attention", options)
     sinks, return_lse = options.get("sinks"), check.check_bool("return_lse", options.get("return_lse", False))
