@@ -36,7 +36,7 @@ _USUAL: dict[str, dict[str, Any]] = {"ring": {}, "block_sparse": {"pattern": Loc
 _MODULES = {"dilated": DilatedAttention, "ring_dilated": RingDilatedAttention, "ring": RingAttention, "block_sparse": BlockSparseAttention}
 # what check_shared goes by: RoPE's kinds whose frequencies depend on the length; layers that see other positions by attention alone; models
 # whose embeddings make positions of the tokens that they are given
-_ROPES_OF_LENGTH = {"dynamic", "longrope"}
+ROPES_OF_LENGTH = {"dynamic", "longrope"}
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _OWN_POSITIONS = {"roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text", "camembert", "esm"}
 # what attention within a window does not take of them
@@ -172,21 +172,29 @@ def configs_of(config: Any) -> list[Any]:
     return found
 
 
-def check_shared(name: str, config: Any, has_padding: bool) -> None:
+def kinds_of(rope_type: Any) -> set[str]:
+    """Returns the kinds of a rotation of transformers, whose ``rope_type`` is one, or one for each kind of layer."""
+    return set(rope_type.values()) if isinstance(rope_type, Mapping) else {rope_type} if isinstance(rope_type, str) else set()
+
+
+def check_shared(name: str, config: Any, has_padding: bool, knows_length: bool) -> None:
     """Raises ValueError for a model whose layers compute something else from a part of a sequence, which no attention can mend.
 
     Args:
         name: of the attention.
         config: of the layer.
         has_padding: whether the layer has a padding mask.
+        knows_length: whether the model's rotations are told the last position of the whole sequence.
     """
     model, why = getattr(config, "model_type", type(config).__name__), ""
     ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # one rotation, or one for each kind of layer
     kinds = {each.get("rope_type", each.get("type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping)}
+    # in context_parallel rotations are told the last position
+    found = set() if knows_length else kinds & ROPES_OF_LENGTH
     layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())} - _ATTENTION_LAYERS
-    if found := kinds & _ROPES_OF_LENGTH:
-        why = f"turns queries and keys by the longest position in sight (rope_type {min(found)!r}): expected linear, yarn or llama3"
+    if found:
+        why = f"turns queries and keys by the last position in sight (rope_type {min(found)!r}): expected context_parallel, or llama3, yarn"
     elif layers or any(option.startswith("mamba") for option in vars(config)):
         why = f"has layers that carry a state from position to position ({', '.join(sorted(layers)) or 'mamba'}): expected attention alone"
     elif model in _OWN_POSITIONS and getattr(config, "position_embedding_type", "absolute") == "absolute":

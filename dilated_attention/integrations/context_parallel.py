@@ -36,12 +36,14 @@ from dilated_attention.integrations._hf_attend import attend, warn_of_saving
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_of, shard_inputs
 from dilated_attention.integrations._hf_settings import (
     REGISTERED,
+    ROPES_OF_LENGTH,
     Settings,
     check_release,
     checked,
     configs_of,
     forget,
     interfaces,
+    kinds_of,
     remember,
     settings_of,
 )
@@ -58,11 +60,12 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class _Call:
-    """A forward under way whose batch is cut: N, the bounds of its documents, and whether the model has called ``_mask`` and ``_loss`` of
-    ``ContextParallel``."""
+    """A forward under way whose batch is cut: N, the bounds of its documents, its last position where RoPE asks for it, and whether the
+    model has called ``_mask`` and ``_loss`` of ``ContextParallel``."""
 
     seq_len: int
     cu_seqlens: torch.Tensor | None
+    last: int = 0
     has_mask: bool = False
     has_loss: bool = False
 
@@ -142,6 +145,11 @@ class ContextParallel:
             names = list(inspect.signature(type(module).forward).parameters)[1:]
             undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
+        # rotations whose frequencies follow from the last position that they are given, which is in another process's part
+        self._follows_length = [module for module in self.base.modules() if ROPES_OF_LENGTH & kinds_of(getattr(module, "rope_type", None))]
+        for module in self._follows_length:
+            undo.callback(module.register_forward_pre_hook(self._add_last, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._drop_last).remove)
 
     def remove(self) -> None:
         """Makes the model, and the trainer or accelerator, what they were. Loaders that were prepared keep their batches."""
@@ -176,6 +184,19 @@ class ContextParallel:
         # key_mask would take jumps in the positions of this process's rows for bounds of documents; the call knows the bounds
         mask = key_mask(*args, is_shared=True, **kwargs)
         return dataclasses.replace(mask, cu_seqlens=call.cu_seqlens, seq_len=call.seq_len)
+
+    def _add_last(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """The hook before a rotation: adds the last position of the whole sequence to this process's."""
+        if self._call is None:
+            return None
+        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        positions: torch.Tensor = given["position_ids"]
+        last = positions.new_full((positions.shape[0], 1), self._call.last)
+        return (), given | {"position_ids": torch.cat((positions, last), 1)}
+
+    def _drop_last(self, module: torch.nn.Module, args: Any, outputs: Any) -> Any:
+        """The hook after it: leaves the row of that position out."""
+        return None if self._call is None else tuple(x[:, :-1] for x in outputs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("a model under context_parallel was to be copied, whose hooks hold a process group; expected remove() before")
@@ -216,7 +237,10 @@ class ContextParallel:
             # shard_inputs adds a mask of ones, so that jumps of positions are not taken for bounds of documents. These calls know the
             # bounds, and kernels without padding are faster
             part.pop("attention_mask", None)
-        self._call = _Call(sequence_of(given).shape[1], bounds)
+        self._call = _Call(length := sequence_of(given).shape[1], bounds)
+        if self._follows_length:
+            positions = given.get("position_ids")
+            self._call.last = length - 1 if positions is None else int(positions.max())
         # a cache would hold the keys of one part only
         return (), part | {"use_cache": False}
 

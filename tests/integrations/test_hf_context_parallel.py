@@ -31,11 +31,13 @@ from dilated_attention.integrations.huggingface import configure, context_parall
 from tests.helpers.pool import patience, pool_of
 from tests.helpers.scripts import needs_pins
 from tests.integrations.test_huggingface import (  # noqa: F401  the fixture is used by every test
+    DECODER,
     PINNED,
     RELEASE,
     bert,
     gpt_oss,
     llama,
+    model_of,
     registered,
     tokens,
 )
@@ -48,7 +50,19 @@ pytestmark = [
     pytest.mark.skipif(RELEASE < PINNED, reason="context_parallel refuses older releases of transformers"),
 ]
 
-MODELS = {"llama": llama, "gpt_oss": gpt_oss, "one layer": functools.partial(llama, num_hidden_layers=1)}
+# frequencies for rows longer than 40 positions, whose end not every process has
+LONG = {"original_max_position_embeddings": 40, "max_position_embeddings": 80}
+HALF = DECODER["hidden_size"] // DECODER["num_attention_heads"] // 2
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * HALF, "long_factor": [4.0] * HALF}
+MODELS = {
+    "llama": llama,
+    "gpt_oss": gpt_oss,
+    "one layer": functools.partial(llama, num_hidden_layers=1),
+    "longrope": functools.partial(model_of, "Phi3", {**LONG, "rope_parameters": LONGROPE | LONG}),
+    "dynamic": functools.partial(
+        llama, max_position_embeddings=20, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ),
+}
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "max_steps": 3,
@@ -203,6 +217,8 @@ CASES: dict[str, dict[str, Any]] = {
     "more processes than heads of keys": {"size": 4, "length": 21, "options": {"layout": "striped"}},
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
     "packed documents, a mask of ones in the shared batches": {"size": 2, "kind": "packed", "has_ones": True},
+    "longrope": {"size": 2, "model": "longrope", "rounding": 1e-6},
+    "dynamic": {"size": 3, "model": "dynamic", "kind": "padded", "batch": 2, "rounding": 1e-6},
     "windows and sinks": {"size": 2, "model": "gpt_oss", "rounding": 1e-6},
     "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},
     "checkpoints": {

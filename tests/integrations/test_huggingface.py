@@ -841,8 +841,8 @@ def test_models_that_compute_something_else_from_a_part_are_refused_on_every_pro
     first, second = pool_of(2).run(cut_otherwise)
     assert first == second and first[-1] == "24"
     texts = (
-        "phi3 turns queries and keys by the longest position in sight (rope_type 'longrope'): expected linear",
-        "llama turns queries and keys by the longest position in sight (rope_type 'dynamic')",
+        "phi3 turns queries and keys by the last position in sight (rope_type 'longrope'): expected context_parallel",
+        "llama turns queries and keys by the last position in sight (rope_type 'dynamic')",
         "roberta numbers its positions by the tokens in sight",
         "lfm2 has layers that carry a state from position to position (conv): expected attention alone",
         "opt counts positions from the padding mask in sight",
