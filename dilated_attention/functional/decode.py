@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from dilated_attention import validation as check
 from dilated_attention.backends import AttentionRequest, Hardware
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import hardware_of
 from dilated_attention.engine.decode import dispatch as select
 from dilated_attention.engine.decode.dispatch import Explained
@@ -38,7 +39,7 @@ def decode_attention(
         positions: (B,) integers, the position of each query.
         pattern: which keys each query attends to, causally; None for every key up to the query.
         window: only without a pattern: attend to the query's own key and this many keys before it.
-        page_table: (B, pages of a request) int32.
+        page_table: (B, pages of a request) int32. Where no row reads, any number may stand, e.g. −1.
         max_length: an upper bound: all positions are below it. None for the capacity: C, or all pages of a request. If it exceeds C,
             slots are reused, which the pattern must allow: it may read no more than the last C positions.
         backend: ``"auto"`` · ``"flash3"``: FlashAttention-3 (dense rows; Hopper) · ``"triton"`` · ``"torch"``; a name is used or refused.
@@ -88,6 +89,10 @@ def decode_attention(
                 f"positions reach from {lowest} to {highest}; expected 0 to max_length − 1 = {max_length - 1}: give as max_length how long "
                 "the sequences may become, if the cache keeps their last positions alone"
             )
+    if not B:
+        # no request, no row
+        out, lse = torch.zeros_like(q[:, 0]), q.new_zeros((0, q.shape[2]), dtype=accumulation_dtype(q.dtype))
+        return (out[:, None], lse[..., None]) if return_lse else out[:, None]
     if isinstance(pattern, BlockPattern):
         keys.prepare(positions.tolist())
     runs = keys.runs(positions.to(device=q.device, dtype=torch.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from dilated_attention.functional import (
     block_sparse_dilated_attention,
     dilated_attention,
 )
-from dilated_attention.pattern import BlockPattern
+from dilated_attention.pattern import BlockPattern, DilatedPattern
 from dilated_attention.testing.bounds import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, low_precision_bound, max_error, relative_bound
 from dilated_attention.testing.cases import Case, Inputs, Space, inputs, random_case
 from dilated_attention.testing.oracle import plain_attention, rounded_out_error
@@ -147,13 +148,31 @@ def truth_and_bounds(case: Case, x: Inputs) -> tuple[Result, dict[str, float]]:
     return truth, bounds
 
 
-def _space_of(name: str, index: int) -> Space:
-    """Returns the space of case ``index`` of a backend: short, long, or with blocks."""
-    capabilities = registry.get(name).capabilities
-    changes: dict[str, Any] = {"max_length": 600} if index % 5 == 4 else {}
+def _case_of(name: str, index: int) -> Case:
+    """Returns case ``index`` of a backend, of what it declares: short, in one long problem, or with blocks."""
+    capabilities, space = registry.get(name).capabilities, Space.of_backend(name)
     if capabilities.blocks_only or (capabilities.block_sizes and index % 5 == 2):
-        changes = {"max_length": 300, "blocks": True}
-    return Space.of_backend(name, **changes)
+        return random_case(index, replace(space, max_length=300, blocks=True))
+    case = random_case(index, space)
+    if index % 5 != 4:
+        return case
+    draw = random.Random(index)
+    n, sides = draw.randint(300, 800), [draw.choice([None, draw.randint(0, 400)]) for _ in range(2)]
+    heads = draw.choice([1, 2, 12])
+    wide = 128 % capabilities.head_dim_multiple == 0 and capabilities.max_head_dim >= 128
+    sizes: dict[str, Any] = {
+        "batch": 1,
+        "num_queries": n,
+        "num_keys": n,
+        "query_offset": 0,
+        "heads": heads,
+        "kv_heads": heads,
+        "bounds": None,
+    }
+    return replace(
+        case, **sizes, pattern=DilatedPattern((2**62,), (1,), "zero"), head_dim=128 if wide and draw.randint(0, 1) else case.head_dim,
+        window=(sides[0], sides[1]) if space.window and index % 2 else None, mixture_grad="exact",
+    )  # fmt: skip
 
 
 def check_backend(
@@ -173,8 +192,8 @@ def check_backend(
         dtypes: the dtypes to draw from; None for all that its capabilities declare.
         cases: the number of cases to run.
         seed: the seed of the first case; case i of seed s is case i + 1 of seed s − 1.
-        space: what to draw; None for what the backend's capabilities allow: every fifth case has up to 600 positions, since a backend may
-            work in pieces, and another fifth lists of blocks, if it takes them.
+        space: what to draw; None for what the backend's capabilities allow: every fifth case is dense, or within a window, over 300 to 800
+            positions, since a backend may work in pieces, and another fifth has lists of blocks, if it takes them.
 
     Raises:
         AssertionError: if a result exceeds its bound (the message has the case to repeat it), or over half of the cases were refused.
@@ -185,7 +204,8 @@ def check_backend(
     choices = sorted(dtypes or capabilities.dtypes, key=str)
     report = Report(name, str(device))
     for index in range(seed, seed + cases):
-        case, dtype = random_case(index, space or _space_of(name, index)), choices[index % len(choices)]
+        case = _case_of(name, index) if space is None else random_case(index, space)
+        dtype = choices[index % len(choices)]
         try:
             measured = measure(case, name, dtype, device)
         except BackendUnavailable:

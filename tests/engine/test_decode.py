@@ -257,6 +257,13 @@ def test_bad_input() -> None:
     refused("a cache is not copied", ValueError, one, k.mT.contiguous().mT, v, at)
     refused("page_table is torch.int64", TypeError, one, k, v, at, page_table=torch.zeros(2, 1, dtype=torch.int64))
     refused("page_table has shape", ValueError, one, k, v, at, page_table=torch.zeros(1, 1, dtype=torch.int32))
+    pages, table = k.reshape(10, 10, *k.shape[2:]), torch.tensor([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], dtype=torch.int32)
+    far = torch.tensor([44, 44])
+    for wrong in (-1, 10):
+        table[1, 3] = wrong
+        refused("page_table has other numbers than 0 to 9, the pages of k", ValueError, one, pages, pages, far, page_table=table)
+    # of a window's row no other page is read
+    assert decode_attention(one, pages, pages, far, page_table=table, window=3).isfinite().all()
     refused("give one of them", pattern=LocalWindow(3), window=3)
     refused("expected a DilatedPattern", TypeError, pattern="dense")
     refused("expected 'auto'", backend="flash9")
@@ -264,6 +271,13 @@ def test_bad_input() -> None:
     refused("scale is -1", scale=-1)
     with pytest.raises(BackendUnavailable, match="runs on cuda, not on cpu"):
         decode_attention(one, k, v, at, backend="triton")
+
+
+@pytest.mark.parametrize("pattern", [None, DilatedPattern((4, 8), (1, 2)), LocalWindow(3), GlobalLocal(3, 2)])
+def test_no_request_has_no_rows(pattern: Any) -> None:
+    q, k, v = (x[:0] for x in make(50, kv_heads=2))
+    out, lse = decode_attention(q[:, :1], k, v, torch.zeros(0, dtype=torch.int64), pattern, return_lse=True)
+    assert out.shape == q[:, :1].shape and lse.shape == (0, q.shape[2], 1) and lse.dtype == q.dtype
 
 
 def test_the_choice_of_a_decoder_is_explained() -> None:

@@ -333,6 +333,9 @@ class _Broken(MathBackend):
         self.capabilities = replace(MathBackend.capabilities, dtypes=frozenset()) if fault == "refuses" else MathBackend.capabilities
 
     def spoilt(self, **results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.fault == "piece" and "out" in results:
+            # wrong in the second piece of 256 rows alone
+            results["out"][:, 256:] *= 1.05
         return tuple(x * (1.02 if name == self.fault else 1) for name, x in results.items())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -343,12 +346,15 @@ class _Broken(MathBackend):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("fault", ["none", "out", "lse", "dq", "dk", "dv", "refuses"])
+@pytest.mark.parametrize("fault", ["none", "out", "piece", "lse", "dq", "dk", "dv", "refuses"])
 def test_check_backend_sees_a_fault(monkeypatch: pytest.MonkeyPatch, fault: str, dtype: torch.dtype) -> None:
     monkeypatch.setattr(registry, "_backends", {**registry._backends, "broken": _Broken(fault)})
     monkeypatch.setattr(registry, "cached", {})
     if fault == "none":
         assert check_backend("broken", device="cpu", dtypes=[dtype], cases=40).cases == 40
+    elif fault == "piece":
+        with pytest.raises(AssertionError, match=r"E\((out|d)"):
+            check_backend("broken", device="cpu", dtypes=[dtype], cases=10)
     else:
         expected = {"out": "out|d", "lse": "lse|out|d", "refuses": "refused"}.get(fault, fault)
         with pytest.raises(AssertionError, match=f"refused|E\\(({expected})"):

@@ -34,6 +34,14 @@ def torch_decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[T
     positions, inside = runs.keys(q.is_cuda and torch.cuda.is_current_stream_capturing())
     wide = accumulation_dtype(q.dtype)
     first, slot = cached.places(positions)
+    if cached.table is not None:
+        # tables may hold anything where no row reads
+        first, pages = first.masked_fill(~inside, 0), cached.k.shape[0]
+        # the host would wait for a GPU
+        if q.device.type == "cpu" and not torch.compiler.is_compiling() and bool(((first < 0) | (first >= pages)).any()):
+            raise ValueError(
+                f"page_table has other numbers than 0 to {pages - 1}, the pages of k, where a row reads; expected those that hold its keys"
+            )
     G = runs.num_groups
     if G == 1:
         # gathered as (B, L, K, D), shared by all heads
