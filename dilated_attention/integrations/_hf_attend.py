@@ -169,7 +169,7 @@ def attend(
         options["window"] = window
     if settings.is_shared:
         if config is not None and place_in(group_of(name))[1] > 1:
-            check_shared(name, config, mask.padding is not None, mask.seq_len is not None)
+            check_shared(name, config, mask.padding, mask.seq_len is not None)
             # context_parallel looks at each call
             if mask.seq_len is None and module.training and getattr(config, "output_router_logits", False):
                 raise ValueError(

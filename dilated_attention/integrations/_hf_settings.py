@@ -35,10 +35,14 @@ EVERY_OPTION = {option for options in OPTIONS.values() for option in options}
 _USUAL: dict[str, dict[str, Any]] = {"ring": {}, "block_sparse": {"pattern": LocalWindow(0)}}
 _MODULES = {"dilated": DilatedAttention, "ring_dilated": RingDilatedAttention, "ring": RingAttention, "block_sparse": BlockSparseAttention}
 # what check_shared goes by: RoPE's kinds whose frequencies depend on the length; layers that see other positions by attention alone; models
-# whose embeddings make positions of the tokens that they are given
+# whose embeddings make positions of the tokens that they are given, or number these
 ROPES_OF_LENGTH = {"dynamic", "longrope"}
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-_OWN_POSITIONS = {"roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text", "camembert", "esm"}
+_OWN_POSITIONS = {
+    *("altclip_text_model", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "clap_text_model", "data2vec-text"),
+    *("esm", "m2m_100", "marian", "mbart", "pegasus", "pegasus_x", "plbart", "roberta", "roberta-prelayernorm", "trocr", "xlm-roberta"),
+    *("xlm-roberta-xl", "xmod"),
+}
 # what attention within a window does not take of them
 OF_PATTERNS = (*_BRANCHES, *_OF_BRANCHES, "mixture_grad", "pattern")
 
@@ -177,19 +181,21 @@ def kinds_of(rope_type: Any) -> set[str]:
     return set(rope_type.values()) if isinstance(rope_type, Mapping) else {rope_type} if isinstance(rope_type, str) else set()
 
 
-def check_shared(name: str, config: Any, has_padding: bool, knows_length: bool) -> None:
+def check_shared(name: str, config: Any, padding: torch.Tensor | None, knows_length: bool) -> None:
     """Raises ValueError for a model whose layers compute something else from a part of a sequence, which no attention can mend.
 
     Args:
         name: of the attention.
         config: of the layer.
-        has_padding: whether the layer has a padding mask.
+        padding: the layer's padding mask.
         knows_length: whether the model's rotations are told the last position of the whole sequence.
     """
     model, why = getattr(config, "model_type", type(config).__name__), ""
     ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # one rotation, or one for each kind of layer
-    kinds = {each.get("rope_type", each.get("type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping)}
+    kinds = {
+        each.get("rope_type", each.get("type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping) and "alpha" not in each
+    }
     # in context_parallel rotations are told the last position
     found = set() if knows_length else kinds & ROPES_OF_LENGTH
     layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())} - _ATTENTION_LAYERS
@@ -198,8 +204,10 @@ def check_shared(name: str, config: Any, has_padding: bool, knows_length: bool) 
     elif layers or any(option.startswith("mamba") for option in vars(config)):
         why = f"has layers that carry a state from position to position ({', '.join(sorted(layers)) or 'mamba'}): expected attention alone"
     elif model in _OWN_POSITIONS and getattr(config, "position_embedding_type", "absolute") == "absolute":
-        why = "numbers its positions by the tokens in sight: expected a model that is given position_ids from 0 on"
-    elif model == "opt" and has_padding:
+        why = "numbers its positions by the tokens in sight, whatever position_ids say: expected a model that goes by these"
+    elif model == "esm" and getattr(config, "token_dropout", False):
+        why = "scales embeddings by the share of masks in sight (token_dropout=True): expected False"
+    elif model == "opt" and padding is not None and bool(padding.any()):
         why = "counts positions from the padding mask in sight: expected rows without padding, e.g. packed"
     if why:
         raise ValueError(f"attention {name!r} of a sequence that processes share: {model} {why}. Or run it on one process")

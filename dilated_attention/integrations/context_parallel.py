@@ -196,7 +196,10 @@ class ContextParallel:
 
     def _drop_last(self, module: torch.nn.Module, args: Any, outputs: Any) -> Any:
         """The hook after it: leaves the row of that position out."""
-        return None if self._call is None else tuple(x[:, :-1] for x in outputs)
+        if self._call is None:
+            return None
+        # cosines and sines, or complex numbers
+        return outputs[:, :-1] if isinstance(outputs, torch.Tensor) else tuple(x[:, :-1] for x in outputs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("a model under context_parallel was to be copied, whose hooks hold a process group; expected remove() before")

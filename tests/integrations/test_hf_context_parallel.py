@@ -59,6 +59,13 @@ MODELS = {
     "gpt_oss": gpt_oss,
     "one layer": functools.partial(llama, num_hidden_layers=1),
     "longrope": functools.partial(model_of, "Phi3", {**LONG, "rope_parameters": LONGROPE | LONG}),
+    "complex": functools.partial(
+        model_of,
+        "DeepseekV2",
+        {"max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+        | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8}
+        | {"first_k_dense_replace": 2, "num_key_value_heads": 4},
+    ),
     "dynamic": functools.partial(
         llama, max_position_embeddings=20, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     ),
@@ -218,6 +225,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"size": 2, "batch": 2, "kind": "padded", "options": {"layout": "contiguous"}},
     "packed documents, a mask of ones in the shared batches": {"size": 2, "kind": "packed", "has_ones": True},
     "longrope": {"size": 2, "model": "longrope", "rounding": 1e-6},
+    "complex": {"size": 2, "model": "complex", "rounding": 1e-6},
     "dynamic": {"size": 3, "model": "dynamic", "kind": "padded", "batch": 2, "rounding": 1e-6},
     "windows and sinks": {"size": 2, "model": "gpt_oss", "rounding": 1e-6},
     "dilated": {"size": 2, "attention": "dilated", "register": {"segment_lengths": [8, 32], "dilation_rates": [1, 3]}},

@@ -820,10 +820,12 @@ def cut_otherwise(rank: int, world: int) -> list[str]:
         transformers.RobertaForMaskedLM(transformers.RobertaConfig(**size, **ids)),
         transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**size, num_key_value_heads=4, layer_types=["conv", "full_attention"])),
         transformers.OPTForCausalLM(transformers.OPTConfig(**opt, **ids)),
+        transformers.EsmModel(transformers.EsmConfig(**size, **ids, mask_token_id=3, position_embedding_type="rotary", token_dropout=True)),
     ]
     found = []
     for model in models:
-        inputs = {"input_ids": tokens(2, 48), "attention_mask": padded("left", 48)}
+        # of OPT both processes have padding
+        inputs = {"input_ids": tokens(2, 48), "attention_mask": torch.arange(48).expand(2, -1).remainder(24).ge(5).long()}
         if not isinstance(model, transformers.OPTForCausalLM):
             del inputs["attention_mask"]
         with pytest.raises(ValueError) as refusal:
@@ -831,6 +833,8 @@ def cut_otherwise(rank: int, world: int) -> list[str]:
         found.append(str(refusal.value))
     with pytest.raises(ValueError, match="a sequence of 1 positions for 2 processes"):
         shard_inputs({"input_ids": tokens(2, 1)})
+    ones = shard_inputs({"input_ids": tokens(2, 48), "attention_mask": torch.ones(2, 48, dtype=torch.long)})
+    assert on(models[4], "ring")(**ones).logits.isfinite().all()
     # a model that is right on parts, after those that are not
     found.append(str(on(llama(), "ring")(**shard_inputs({"input_ids": tokens(2, 48)})).logits.shape[1]))
     return found
@@ -846,6 +850,7 @@ def test_models_that_compute_something_else_from_a_part_are_refused_on_every_pro
         "roberta numbers its positions by the tokens in sight",
         "lfm2 has layers that carry a state from position to position (conv): expected attention alone",
         "opt counts positions from the padding mask in sight",
+        "esm scales embeddings by the share of masks in sight",
     )
     assert all(text in message for text, message in zip(texts, first, strict=False)), first
 
