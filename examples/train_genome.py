@@ -102,16 +102,18 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
     parser.add_argument("--peak-tflops", type=settings.number(float, 0, above=True), help="of one device, for the share that is used")
     parser.add_argument("--expect-below-markov", action="store_true", help="exit code 1 unless the result is below the Markov models")
     args = settings.parse(parser)
+    is_mixed = args.attention == "mixed"
+    for name in ("first_segment", "segment_lengths", "dilation_rates"):
+        if is_mixed and getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is given with --attention mixed, which has no branches; leave one of the two out")
     for name, value in SCALES[args.scale].items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and not (is_mixed and name == "first_segment"):
             setattr(args, name, min(value, args.context) if name == "short_context" else value)
     if args.short_context > args.context:
         parser.error(f"--short-context is {args.short_context:,} and --context {args.context:,}; expected at most that")
     if (args.segment_lengths is None) != (args.dilation_rates is None):
         parser.error("--segment-lengths and --dilation-rates belong together: give both, or --first-segment")
-    if args.attention == "mixed" and args.segment_lengths is not None:
-        parser.error("--segment-lengths is given with --attention mixed, which has no branches; leave it out, or --attention")
-    if args.segment_lengths is None:
+    if args.segment_lengths is None and not is_mixed:
         args.segment_lengths, args.dilation_rates = (list(x) for x in geometric_branches(args.context, args.first_segment))
     return parser, args
 

@@ -191,11 +191,11 @@ def check_shared(name: str, config: Any, padding: torch.Tensor | None, knows_len
         knows_length: whether the model's rotations are told the last position of the whole sequence.
     """
     model, why = getattr(config, "model_type", type(config).__name__), ""
-    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # one rotation, or one for each kind of layer
-    kinds = {
-        each.get("rope_type", each.get("type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping) and "alpha" not in each
-    }
+    ropes = [each for each in (ropes, *ropes.values()) if isinstance(each, Mapping)]
+    # with alpha (HunYuan) the frequencies are fixed
+    kinds = {each.get("rope_type", each.get("type")) for each in ropes if "alpha" not in each}
     # in context_parallel rotations are told the last position
     found = set() if knows_length else kinds & ROPES_OF_LENGTH
     layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())} - _ATTENTION_LAYERS

@@ -160,18 +160,10 @@ def _case_of(name: str, index: int) -> Case:
     n, sides = draw.randint(300, 800), [draw.choice([None, draw.randint(0, 400)]) for _ in range(2)]
     heads = draw.choice([1, 2, 12])
     wide = 128 % capabilities.head_dim_multiple == 0 and capabilities.max_head_dim >= 128
-    sizes: dict[str, Any] = {
-        "batch": 1,
-        "num_queries": n,
-        "num_keys": n,
-        "query_offset": 0,
-        "heads": heads,
-        "kv_heads": heads,
-        "bounds": None,
-    }
     return replace(
-        case, **sizes, pattern=DilatedPattern((2**62,), (1,), "zero"), head_dim=128 if wide and draw.randint(0, 1) else case.head_dim,
-        window=(sides[0], sides[1]) if space.window and index % 2 else None, mixture_grad="exact",
+        case, pattern=DilatedPattern((2**62,), (1,), "zero"), batch=1, num_queries=n, num_keys=n, query_offset=0, heads=heads,
+        kv_heads=heads, head_dim=128 if wide and draw.randint(0, 1) else case.head_dim, bounds=None, mixture_grad="exact",
+        window=(sides[0], sides[1]) if space.window and index % 2 else None,
     )  # fmt: skip
 
 

@@ -232,6 +232,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--held-out repeats", "--held-out leaves 0 bases to train on"),
         ("--segment-lengths 64", "--segment-lengths and --dilation-rates belong together"),
         ("--attention mixed --segment-lengths 64 --dilation-rates 1", "--segment-lengths is given with --attention mixed"),
+        ("--attention mixed --first-segment 64", "--first-segment is given with --attention mixed"),
     ],
     "slide_features.py --features {out}/features --labels {out}/labels.csv": [
         ("--held-out 1", "got 1; expected a number > 0 and <= 0.9"),
