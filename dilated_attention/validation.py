@@ -90,7 +90,7 @@ def check_plain(name: str, x: Any, expected: str) -> None:
         return
     if x.is_nested:
         out = (
-            "concatenate sequences of different lengths to (1, sum of lengths, heads, head_dim) and pass cu_seqlens=; or pad them with "
+            "concatenate sequences of different lengths to (1, sum of lengths, …) and pass cu_seqlens=; or pad them with "
             ".to_padded_tensor() and pass a key_padding_mask"
         )
         raise TypeError(f"{name} is a nested tensor; {out}")

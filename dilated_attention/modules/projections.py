@@ -190,8 +190,9 @@ class MultiheadAttention(nn.Module):
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, torch.Tensor):
-                raise check.not_a_tensor(name, x, "a torch.Tensor of shape (batch, sequence, embed_dim)")
+            # a DTensor may be what the projections take
+            if not isinstance(x, torch.Tensor) or x.is_nested or x.layout is not torch.strided:
+                check.check_plain(name, x, "a torch.Tensor of shape (batch, sequence, embed_dim)")
             if x.ndim != 3 or x.shape[2] != self.embed_dim:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}; expected (batch, sequence, embed_dim) with embed_dim = {self.embed_dim}"

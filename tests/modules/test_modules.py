@@ -294,6 +294,8 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = 
     ((X,), {"attn_mask": torch.zeros(14, 14)}, ValueError, "attn_mask is given.*is_causal=True or key_padding_mask"),
     ((X[0],), {}, ValueError, r"query has shape \(14, 16\).*embed_dim = 16"),
     (([1.0],), {}, TypeError, "query is a list"),
+    ((torch.nested.nested_tensor([torch.zeros(3, 16)]),), {}, TypeError, "query is a nested tensor; concatenate sequences"),
+    ((X, X.to_sparse()), {}, TypeError, r"key is a sparse tensor .*convert it with .to_dense\(\)"),
     ((X.long(),), {}, ValueError, "query has dtype torch.int64"),
     ((X.half(),), {}, ValueError, r"query has dtype torch.float16 and the module's parameters torch.float\d\d; convert either"),
     ((X, X.to("meta")), {}, ValueError, r"key is on meta and the module's parameters on cpu; move either with .to\(device\)"),
