@@ -45,7 +45,7 @@ _TAKES = {
     "torchscale": "",
     "huggingface": "heads head_dim gpus causal attention",
 }
-# docs/performance.md, Short sequences: five branches were slower than dense attention at 4,096 positions and faster at 8,192
+# benchmarks/results/2026-11-22-h200/tiles.md: five branches were slower than dense attention at 4,096 positions and faster at 8,192
 _LONG = 8192
 # docs/ring.md, Figures: with fewer tokens per GPU the exchanges are not hidden
 _TOKENS_PER_GPU = 4096
