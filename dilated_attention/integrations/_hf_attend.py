@@ -100,6 +100,7 @@ def attend(
     config = getattr(module, "config", None)
     _check_arguments(name, module, config, kwargs)
     settings = settings_of(name, config)
+    rank, world = place_in(group_of(name)) if settings.is_shared else (0, 1)
     mask = _layer_mask(name, settings, module, attention_mask, query, key.shape[2], is_causal)
     if module.training and torch.is_grad_enabled() and config is not None and mask.seq_len is None:
         warn_of_saving(name, config)
@@ -119,7 +120,6 @@ def attend(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds = packed_bounds(cu_seq_lens_q, cu_seq_lens_k)
     elif bounds is None and mask.seq_len is None:
-        rank = place_in(group_of(name))[0] if settings.is_shared else 0
         _check_documents(name, mask, kwargs.get("position_ids"), kwargs.get("seq_idx"), query.shape[2], rank)
     if window is not None and settings.kind != "ring" and (sliding_window is not None or not mask_decides):
         _warn_of_windows_only(config)
@@ -168,7 +168,8 @@ def attend(
     if is_dense:
         options["window"] = window
     if settings.is_shared:
-        if config is not None and place_in(group_of(name))[1] > 1:
+        if config is not None and world > 1 and all(config is not other for other in mask.checked):
+            mask.checked.append(config)
             check_shared(name, config, mask.padding, mask.seq_len is not None)
             # context_parallel looks at each call
             if mask.seq_len is None and module.training and getattr(config, "output_router_logits", False):

@@ -46,7 +46,8 @@ class KeyMask:
         is_guess: compiled code cannot read the bounds, so each row of ``cu_seqlens`` may in fact be one document.
         seq_len: of rows that ``context_parallel`` has cut, the length of the whole sequence, in which ``cu_seqlens`` are bounds.
         empty: (B, Nq) bool, True = a query that sees nothing, whatever the other parts say: its row is 0.
-        checked: tensors that were searched for documents already, so that the later layers of a forward do not search them again.
+        checked: tensors that were searched for documents already, and configs that were looked at, so that the later layers of a forward
+            do not do so again.
     """
 
     num_keys: int

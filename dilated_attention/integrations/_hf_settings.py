@@ -34,10 +34,7 @@ EVERY_OPTION = {option for options in OPTIONS.values() for option in options}
 # what says which pairs count, and a value for as long as it is not said; and the modules that check all of them
 _USUAL: dict[str, dict[str, Any]] = {"ring": {}, "block_sparse": {"pattern": LocalWindow(0)}}
 _MODULES = {"dilated": DilatedAttention, "ring_dilated": RingDilatedAttention, "ring": RingAttention, "block_sparse": BlockSparseAttention}
-# what check_shared goes by: RoPE's kinds whose frequencies depend on the length; layers that see other positions by attention alone; models
-# whose embeddings make positions of the tokens that they are given, or number these
-ROPES_OF_LENGTH = {"dynamic", "longrope"}
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+# models whose embeddings make positions of the tokens that they are given, or number these
 _OWN_POSITIONS = {
     *("altclip_text_model", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "clap_text_model", "data2vec-text"),
     *("esm", "m2m_100", "marian", "mbart", "pegasus", "pegasus_x", "plbart", "roberta", "roberta-prelayernorm", "trocr", "xlm-roberta"),
@@ -176,9 +173,18 @@ def configs_of(config: Any) -> list[Any]:
     return found
 
 
-def kinds_of(rope_type: Any) -> set[str]:
-    """Returns the kinds of a rotation of transformers, whose ``rope_type`` is one, or one for each kind of layer."""
-    return set(rope_type.values()) if isinstance(rope_type, Mapping) else {rope_type} if isinstance(rope_type, str) else set()
+def ropes_of_length(config: Any) -> set[str]:
+    """Returns the kinds of a model's RoPE whose frequencies follow from the last position that it is given."""
+    ropes: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # one rotation, or one for each kind of layer. With alpha (HunYuan) the frequencies are fixed
+    each = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping) and "alpha" not in rope]
+    return {rope.get("rope_type", rope.get("type")) for rope in each} & {"dynamic", "longrope"}
+
+
+def other_layers(config: Any) -> set[str]:
+    """Returns the kinds of a model's layers that see other positions otherwise than by full or sliding attention."""
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    return kinds - {"full_attention", "sliding_attention", "attention"}
 
 
 def check_shared(name: str, config: Any, padding: torch.Tensor | None, knows_length: bool) -> None:
@@ -191,14 +197,8 @@ def check_shared(name: str, config: Any, padding: torch.Tensor | None, knows_len
         knows_length: whether the model's rotations are told the last position of the whole sequence.
     """
     model, why = getattr(config, "model_type", type(config).__name__), ""
-    ropes: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # one rotation, or one for each kind of layer
-    ropes = [each for each in (ropes, *ropes.values()) if isinstance(each, Mapping)]
-    # with alpha (HunYuan) the frequencies are fixed
-    kinds = {each.get("rope_type", each.get("type")) for each in ropes if "alpha" not in each}
     # in context_parallel rotations are told the last position
-    found = set() if knows_length else kinds & ROPES_OF_LENGTH
-    layers = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())} - _ATTENTION_LAYERS
+    found, layers = set() if knows_length else ropes_of_length(config), other_layers(config)
     if found:
         why = f"turns queries and keys by the last position in sight (rope_type {min(found)!r}): expected context_parallel, or llama3, yarn"
     elif layers or any(option.startswith("mamba") for option in vars(config)):

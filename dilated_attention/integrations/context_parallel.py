@@ -36,15 +36,15 @@ from dilated_attention.integrations._hf_attend import attend, warn_of_saving
 from dilated_attention.integrations._hf_mask import KeyMask, key_mask, sequence_of, shard_inputs
 from dilated_attention.integrations._hf_settings import (
     REGISTERED,
-    ROPES_OF_LENGTH,
     Settings,
     check_release,
     checked,
     configs_of,
     forget,
     interfaces,
-    kinds_of,
+    other_layers,
     remember,
+    ropes_of_length,
     settings_of,
 )
 from dilated_attention.integrations._hf_trainers import adapt_trainer, check_accelerator, check_trainer, replace, share_batches
@@ -146,7 +146,8 @@ class ContextParallel:
             undo.callback(module.register_forward_pre_hook(functools.partial(self._enter, names), with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True).remove)
         # rotations whose frequencies follow from the last position that they are given, which is in another process's part
-        self._follows_length = [module for module in self.base.modules() if ROPES_OF_LENGTH & kinds_of(getattr(module, "rope_type", None))]
+        follows = any(map(ropes_of_length, configs_of(self.base.config)))
+        self._follows_length = [module for module in self.base.modules() if follows and hasattr(module, "rope_type")]
         for module in self._follows_length:
             undo.callback(module.register_forward_pre_hook(self._add_last, with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(self._drop_last).remove)
@@ -342,9 +343,9 @@ def _check_model(model: Any, base: Any) -> None:
         found = getattr(base.loss_function, "__name__", base.loss_function)
         raise ValueError(f"the loss of {name} is {found}, which may be no sum over positions; expected that of causal language models")
     for config in configs_of(base.config):
-        other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if other_layers or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
-            found = ", ".join(sorted(other_layers)) or "recurrent layers or an encoder"
+        others = other_layers(config)
+        if others or getattr(base, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
+            found = ", ".join(sorted(others)) or "recurrent layers or an encoder"
             raise ValueError(f"{name} has {found}, which need all positions in one process; expected full and sliding attention only")
     mixing = next((key for key, module in base.named_modules() if isinstance(module, torch.nn.modules.conv._ConvNd)), None)
     if mixing is not None:
