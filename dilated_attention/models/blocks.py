@@ -23,7 +23,7 @@ from dilated_attention.modules import (
     RingMultiheadDilatedAttention,
     RingSettings,
 )
-from dilated_attention.modules.projections import MultiheadAttention
+from dilated_attention.modules.projections import TABLES, MultiheadAttention, SharedTables, shared_tables
 from dilated_attention.modules.rotary import turn
 from dilated_attention.pattern import DilatedPattern
 from dilated_attention.validation import check_cu_seqlens, check_factory
@@ -193,17 +193,21 @@ class Block(nn.Module):
             shrink_residual(self.attention.out_proj, config.num_layers)
 
     def forward(
-        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: CachePass | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, seq_len: int | None = None, cache: CachePass | None = None,
+        tables: SharedTables | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         if cache is not None:
             attention, normed = self.attention, self.attention_norm(x)
             attended = attention.combine(cache.attend(self.depth, *attention.project(normed, normed, normed), attention.attention))
         else:
-            if seq_len is None and (y := self._fused(x, cu_seqlens)) is not None:
+            if seq_len is None and (y := self._fused(x, cu_seqlens, tables)) is not None:
                 return y
             # only the attention of a ring has this argument
             of_ring = {} if seq_len is None else {"seq_len": seq_len}
-            options = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, **of_ring}
+            options: dict[str, Any] = {"is_causal": self.is_causal, "cu_seqlens": cu_seqlens, **of_ring}
+            # a layer in its place may not have this option
+            if tables is not None and is_lean(self.attention, *_TAKE_NORM):
+                options[TABLES] = tables
             attended, _ = _after_norm(self.attention, self.attention_norm, x, **options)
         x = self._add(x, attended, cu_seqlens, seq_len)
         return self._add(x, _after_norm(self.ffn, self.ffn_norm, x), cu_seqlens, seq_len)
@@ -218,7 +222,7 @@ class Block(nn.Module):
             Step((ffn.down,), ffn.norm, ffn.activation),
         ]
 
-    def _fused(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+    def _fused(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, shared: SharedTables | None) -> torch.Tensor | None:
         """Returns the output, or None if ``fused_block`` cannot compute it. It calls no module, so none may be replaced or have hooks."""
         attention = self.attention
         is_lean_block = type(self) is Block and self._has_lean_layers() and self._has_lean_dropout()
@@ -243,7 +247,7 @@ class Block(nn.Module):
             tables: Any = ()
             if attention.rotary:
                 check_cu_seqlens(cu_seqlens, x, x)
-                of_q, of_k = attention.tables(torch.arange(x.shape[1], device=x.device), cu_seqlens, x.shape[1], qkv.dtype)
+                of_q, of_k = (shared or shared_tables(cu_seqlens, x.shape[1], None))(attention, qkv)
                 # without XPOS queries and keys have one table
                 tables = of_q if of_q is of_k else of_q + of_k
             q, k, v = heads(qkv, tables, 1.0)

@@ -23,6 +23,7 @@ from dilated_attention.models.kv_cache import CachePass, KVCache
 from dilated_attention.modules import RingSettings
 from dilated_attention.modules._ring import RING_OPTIONS
 from dilated_attention.modules.options import DEFAULTS as MODULE_DEFAULTS
+from dilated_attention.modules.projections import shared_tables
 from dilated_attention.pattern.checks import as_int, differs
 from dilated_attention.validation import check_bool, check_factory, check_key_padding_mask, check_plain, refuse_where
 
@@ -209,8 +210,14 @@ class LongNetStack(nn.Module):
                     if is_lean(block, Block):
                         block.compile_ahead(x)
         same: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len} if cache is None else {"cache": cache}
+        of_block: dict[str, Any] = same
+        # a checkpointed block keeps its input alone, and no table
+        if cache is None and not recomputes and is_eager([x]):
+            of_block = {**same, "tables": shared_tables(cu_seqlens, x.shape[1] if seq_len is None else seq_len, self.ring)}
         for block in blocks:
-            x = checkpoint(block, x, use_reentrant=False, **same) if recomputes else block(x, **same)
+            # a module in a block's place may not have this argument
+            given = of_block if isinstance(block, Block) else same
+            x = checkpoint(block, x, use_reentrant=False, **given) if recomputes else block(x, **given)
             if all_layers:
                 states.append(x)
         x = x if self.norm is None else self.norm(x)

@@ -110,6 +110,14 @@ class Attention(nn.Module):
         if self.sinks is not None and not isinstance(self.sinks, nn.UninitializedParameter):
             nn.init.zeros_(self.sinks)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        lazy = self.sinks
+        if isinstance(lazy, nn.UninitializedParameter):
+            # as torch's lazy modules do: as they are, since torch would detach them, which needs a size
+            destination[f"{prefix}sinks"] = lazy
+        else:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _weight_arguments(self, query: torch.Tensor) -> dict[str, Any]:
         """Returns the arguments on which attention weights depend: the pattern, the scale and the sinks. Makes sinks in the first call."""
         # another query than (B, Nq, H, D) is refused by the function that is called with these arguments
@@ -146,7 +154,9 @@ class Attention(nn.Module):
 def _make_loaded_sinks(module: Attention, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook before ``load_state_dict``: sinks that have no size yet get the size of those that are loaded."""
     loaded = state.get(f"{prefix}sinks")
-    if isinstance(module.sinks, nn.UninitializedParameter) and loaded is not None:
+    if isinstance(loaded, nn.UninitializedParameter) or not isinstance(loaded, torch.Tensor):
+        return
+    if isinstance(module.sinks, nn.UninitializedParameter):
         _make_sinks(module.sinks, loaded.shape)
 
 

@@ -20,6 +20,26 @@ from dilated_attention.modules.options import DEFAULTS, LocalArguments, Projecti
 from dilated_attention.modules.rotary import Table, rotary_tables, rotate
 from dilated_attention.pattern.checks import as_int
 
+# an internal option of ``forward``, with a name that is no identifier: the ``SharedTables`` of the pass that the layer is part of
+TABLES = "rotary tables"
+# (layer, a tensor of the dtype and device to rotate) → the layer's tables
+SharedTables = Callable[["MultiheadAttention", torch.Tensor], tuple[Table, Table]]
+
+
+def shared_tables(cu_seqlens: torch.Tensor | None, seq_len: int, ring: RingSettings | None) -> SharedTables:
+    """Returns what makes the tables of one pass through layers, once for all that rotate alike. With ``ring`` the rows are a shard of
+    ``seq_len`` positions."""
+    made: dict[tuple[Any, ...], tuple[Table, Table]] = {}
+
+    def tables(layer: MultiheadAttention, like: torch.Tensor) -> tuple[Table, Table]:
+        kind = like.device, like.dtype, layer.head_dim, layer.rotary_base, layer.xpos_scale_base
+        if kind not in made:
+            positions = torch.arange(seq_len, device=like.device) if ring is None else ring.positions(like, seq_len)
+            made[kind] = layer.tables(positions, cu_seqlens, seq_len, like.dtype)
+        return made[kind]
+
+    return tables
+
 
 class MultiheadAttention(nn.Module):
     """(B, N, E) → ``project`` → queries, keys, values (B, N, H, D) → ``attention`` → ``combine`` → (B, N, E).
@@ -132,19 +152,26 @@ class MultiheadAttention(nn.Module):
             )
         if "return_lse" in options:
             raise TypeError("forward() got return_lse, and a layer returns (out, None); the attention within returns lse: layer.attention")
+        tables = options.pop(TABLES, None)
         check_names(f"{self._layer}.forward", options, type(self).__name__)
         key = query if key is None else key
         q, k, v = self.project(query, key, key if value is None else value, input_norm)
         options["key_padding_mask"] = _as_bool(options.get("key_padding_mask"))
-        q, k = self._rotated(q, k, options)
+        q, k = self._rotated(q, k, options, tables)
         return self.combine(self.attention(q, k, v, **options)), None
 
-    def _rotated(self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotated(
+        self, q: torch.Tensor, k: torch.Tensor, options: dict[str, Any], tables: SharedTables | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns q and k, rotated with ``rotary``."""
         if not self.rotary:
             return q, k
         ring: RingSettings | None = getattr(self.attention, "ring", None)
         cu_seqlens, seq_len = options.get("cu_seqlens"), options.get("seq_len")
+        if tables is not None:
+            check.check_cu_seqlens(cu_seqlens, q, k)
+            of_q, of_k = tables(self, k)
+            return rotate(q, of_q), rotate(k, of_k)
         if ring is None:
             query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])
             return self.rotate(q, k, torch.arange(k.shape[1], device=k.device), cu_seqlens, query_offset)
@@ -189,7 +216,10 @@ class MultiheadAttention(nn.Module):
         return linear_layers(out.flatten(2), (self.out_proj,), norm=self.inner_attn_ln)[0]
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        for name, x in (("query", query), ("key", key), ("value", value)):
+        inputs = [("query", query)]
+        # of self-attention all three are one tensor
+        inputs += [(name, x) for name, x in (("key", key), ("value", value)) if x is not query]
+        for name, x in inputs:
             # a DTensor may be what the projections take
             if not isinstance(x, torch.Tensor) or x.is_nested or x.layout is not torch.strided:
                 check.check_plain(name, x, "a torch.Tensor of shape (batch, sequence, embed_dim)")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM, sharded_cross_entropy
 from dilated_attention.models.blocks import DropPath
+from dilated_attention.modules import RingSettings, projections
 from dilated_attention.pattern import LocalWindow, MaskFunction
 from dilated_attention.pattern.blocks.base import OBJECT
 
@@ -114,6 +115,32 @@ def test_logits_are_the_formula_of_the_parts_and_losses_those_of_logits(kind: st
     assert loaded.config == config and not loaded.training and all(parameter.requires_grad for parameter in loaded.parameters())
     torch.testing.assert_close(loaded(tokens), logits, atol=1e-12, rtol=0)
     assert LongNetLM.from_pretrained(tmp_path / "a" / "b", dtype=torch.bfloat16).embedding.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("ring", [None, RingSettings.of({})])
+def test_layers_that_rotate_alike_share_their_tables(ring: RingSettings | None, recomputes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    stack = LongNetDecoder(config_of(num_layers=5), ring=ring, checkpoint_activations=recomputes)
+    # a layer that somebody has changed
+    stack.blocks[3].attention.rotary_base = 500.0
+    x, bounds = torch.randn(1, 37, 16), torch.tensor([0, 17, 37], dtype=torch.int32)
+    made: list[float] = []
+    real = projections.rotary_tables
+    monkeypatch.setattr(projections, "rotary_tables", lambda *a: made.append(a[4]) or real(*a))
+    for cu_seqlens in (None, bounds):
+        out = stack(x, cu_seqlens=cu_seqlens)
+        out.sum().backward()
+        # one table of each kind; a checkpointed block keeps none, and makes it twice
+        assert (len(made) == 10) if recomputes else (made == [10000.0, 500.0])
+        grads = [parameter.grad for parameter in stack.parameters()]
+        y, made[:], _ = x, [], stack.zero_grad()
+        for block in stack.blocks:
+            y = block(y, cu_seqlens=cu_seqlens, seq_len=None if ring is None else 37)
+        stack.norm(y).sum().backward()
+        assert len(made) == 5 and torch.equal(stack.norm(y), out)
+        assert all(torch.equal(a, p.grad) for a, p in zip(grads, stack.parameters(), strict=True))
+        made[:], _ = [], stack.zero_grad()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -19,6 +19,7 @@ import torch
 
 from dilated_attention.integrations.torchscale import load_torchscale
 from dilated_attention.models import LongNetConfig, LongNetLM
+from dilated_attention.modules import DilatedAttention
 from dilated_attention.pattern import DilatedPattern
 
 FILE = "model.safetensors"
@@ -283,3 +284,12 @@ def test_a_runs_folder_has_the_model_of_its_end_or_names_the_command_that_writes
         (run / "checkpoint" / "run.json").write_text(spoilt)
         with pytest.raises(ValueError, match=r"run\.json is damaged \(.*copy it again, or remove it"):
             LongNetLM.from_pretrained(run)
+
+
+def test_sinks_without_a_size_are_saved_and_loaded_as_lazy_modules_do() -> None:
+    module = DilatedAttention([16], [2], sinks=True)
+    module.load_state_dict(module.state_dict())
+    with pytest.raises(RuntimeError, match="received <class 'list'>"):
+        module.load_state_dict({"sinks": [0.0, 0.0]})
+    module.load_state_dict({"sinks": torch.ones(3)})
+    assert torch.equal(module.sinks, torch.ones(3))
