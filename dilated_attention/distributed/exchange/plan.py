@@ -157,12 +157,15 @@ class Piece(NamedTuple):
         periods, offset = divmod(position - self.low, self.period)
         return periods * len(self.units) + int(np.searchsorted(self.units, offset * heads))
 
-    def lines(self, low: int, high: int, heads: int, shift: int) -> np.ndarray:
-        """Returns the numbers (position + shift) · heads + head of what is needed of positions [low, high), ascending."""
-        first, last = (low - self.low) // self.period, -((self.low - high) // self.period)
-        periods = np.arange(first * self.period, last * self.period, self.period) + (self.low + shift)
-        skipped = first * len(self.units)
-        return (periods[:, None] * heads + self.units).ravel()[self.before(low, heads) - skipped : self.before(high, heads) - skipped]
+
+class Lines(NamedTuple):
+    """``total`` line numbers: that of index i ≥ ``skipped`` is first + (i div U) · step + units[i mod U], of U ``units``."""
+
+    total: int
+    skipped: int
+    first: int
+    step: int
+    units: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,10 +188,12 @@ class Needed:
             else:
                 j += 1
 
-    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> np.ndarray:
-        """Returns the numbers row · heads + head of what is needed of the runs, of which each begins at its row of ``places``."""
-        lines = (piece.lines(low, high, self.heads, places[j] - runs[j][0]) for j, piece, low, high in self.between(runs))
-        return np.concatenate([np.zeros(0, dtype=np.int64), *lines])
+    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> Iterator[Lines]:
+        """Yields the numbers row · heads + head of what is needed of the runs, of which each begins at its row of ``places``."""
+        for j, piece, low, high in self.between(runs):
+            skipped = piece.before(low, self.heads)
+            first = (piece.low + places[j] - runs[j][0]) * self.heads
+            yield Lines(piece.before(high, self.heads) - skipped, skipped, first, piece.period * self.heads, piece.units)
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
@@ -344,6 +349,26 @@ def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[torch
     return tensor.split([len(table) for table in tables])
 
 
+def numbers_of(lines: Sequence[Lines], device: torch.device) -> torch.Tensor:
+    """Returns all line numbers one after the other. A device computes them, since there are millions of them in a long sequence."""
+    if not lines:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    # several pieces may have the same units
+    units = {id(some.units): some.units for some in lines}
+    places = dict(zip(units, itertools.accumulate(map(len, units.values()), initial=0), strict=False))
+    begin, table = 0, []
+    for some in lines:
+        table.append((some.total, some.skipped - begin, some.first, some.step, places[id(some.units)], len(some.units)))
+        begin += some.total
+    rows, flat = on_device([np.array(table).ravel(), np.concatenate([*units.values()])], device)
+    rows = rows.view(-1, 6)
+    of_lines = rows.repeat_interleave(rows[:, 0], 0, output_size=begin)
+    _, shift, first, step, place, period = of_lines.unbind(1)
+    index = torch.arange(begin, device=device) + shift
+    periods = index // period
+    return first + periods * step + flat[place + index - periods * period]
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One step on one rank. A *line* is a row of all the step's heads, or of one head where these need different rows.
@@ -413,11 +438,12 @@ def make_step(problem: RingProblem, rank: int, kv_heads: Range, span: KeySpan, w
     each, rows = wanted.heads, span.end - span.start
     stacked = np.cumsum([0, *(end - start for start, end in shard)]).tolist()
     own = tuple((row, start - span.start, end - start) for row, (start, end) in zip(stacked, shard, strict=False))
-    send = [problem.needed(peer, kv_heads).lines(shard, stacked) for peer in range(problem.size)]
-    place = [wanted.lines(held, [start - span.start for start, _ in held]) for held in problem.shards]
-    sent, arrives = on_device([np.concatenate(send), np.concatenate(place)], device)
+    send = [[*problem.needed(peer, kv_heads).lines(shard, stacked)] for peer in range(problem.size)]
+    place = [[*wanted.lines(held, [start - span.start for start, _ in held])] for held in problem.shards]
+    sent_counts, counts = ([sum(some.total for some in lines) for lines in side] for side in (send, place))
+    sent, arrives = numbers_of([*itertools.chain(*send, *place)], device).split([sum(sent_counts), sum(counts)])
     own_places = torch.cat([torch.arange(at * each, (at + count) * each, device=device) for _, at, count in own] or [arrives[:0]])
     sources = torch.full((rows * each,), -1, device=device)
     sources[own_places], sources[arrives] = torch.arange(len(own_places), device=device), -2 - torch.arange(len(arrives), device=device)
-    to_send, to_place = RowIndex(list(map(len, send)), sent), RowIndex(list(map(len, place)), arrives)
+    to_send, to_place = RowIndex(sent_counts, sent), RowIndex(counts, arrives)
     return Step(what, kv_heads, (kv_heads[1] - kv_heads[0]) // each, rows, own, to_send, to_place, sources, own_places)
