@@ -274,9 +274,7 @@ def placed(results: tuple[Tensor, ...], views: Views | None) -> tuple[Tensor, ..
 def new_results(views: Views | None, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns the views, and where there is none, a dense new tensor like the tensor in its place."""
     views = (None,) * len(like) if views is None else views
-    return tuple(
-        [torch.empty(x.shape, dtype=x.dtype, device=x.device) if view is None else view for view, x in zip(views, like, strict=True)]
-    )
+    return tuple([x.new_empty(x.shape) if view is None else view for view, x in zip(views, like, strict=True)])
 
 
 def new_lse(q: Tensor) -> Tensor:

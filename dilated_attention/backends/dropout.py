@@ -86,7 +86,7 @@ def words_of(seed: int, batch: Tensor, heads: Tensor, queries: Tensor, keys: Ten
     positions = torch.cat([x.expand(P, -1) for x in (queries, keys)], dim=1) & _WORD
     is_key = (torch.arange(positions.shape[1], device=positions.device) >= L).long()
     entries, heads = (batch & _WORD)[:, None, None], (heads & _WORD)[None, :, None]
-    first, second = (torch.empty(P, G, positions.shape[1], dtype=torch.int32, device=positions.device) for _ in range(2))
+    first, second = (positions.new_empty((P, G, positions.shape[1]), dtype=torch.int32) for _ in range(2))
     chunk = max(1, (_CPU_CHUNK if positions.device.type == "cpu" else _GPU_CHUNK) // max(1, P * G))
     for start in range(0, positions.shape[1], chunk):
         part = slice(start, start + chunk)

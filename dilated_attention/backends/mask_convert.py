@@ -37,7 +37,7 @@ def additive_bias(
         # causal, of as many queries as keys: row i sees the keys up to i, so it is empty if all of those are padding
         empty_PL = padding.to(torch.uint8).cummin(-1).values.bool() if options.causal else blocked.all(-1)
     width = -(-S // pad_keys_to) * pad_keys_to
-    bias = torch.zeros((*blocked.shape[:-1], width), dtype=q.dtype, device=q.device)[..., :S].masked_fill_(blocked, -torch.inf)
+    bias = q.new_zeros((*blocked.shape[:-1], width))[..., :S].masked_fill_(blocked, -torch.inf)
     return bias[:, None].expand(P, 1, -1, -1), empty_PL.expand(P, L)
 
 

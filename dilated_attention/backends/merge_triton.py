@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -139,7 +138,7 @@ def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     B, N, H, D = out.shape
     assert out.is_contiguous() and lse.is_contiguous()
     block, rows = _tile(N, D)
-    partial = torch.empty((triton.cdiv(N, rows) * B, H), dtype=torch.float32, device=out.device)
+    partial = lse.new_empty((triton.cdiv(N, rows) * B, H))
     with on_device(out.device):
         _gradient_kernel[(partial.numel(),)](
             dout, lse if dlse is None else dlse, out, lse, sinks.contiguous(), partial, N, H, *dout.stride(),

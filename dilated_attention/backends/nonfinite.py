@@ -136,7 +136,7 @@ class ContainedBackend(Backend):
         """Returns (out, lse) over the kept blocks."""
         B, Nq, H, _ = q.shape
         acc, whole = accumulation_dtype(q.dtype), (B, lists.num_rows, lists.q_block, H)
-        out, lse = q.new_zeros((*whole, q.shape[3])), torch.full((B, H, *whole[1:3]), -torch.inf, dtype=acc, device=q.device)
+        out, lse = q.new_zeros((*whole, q.shape[3])), q.new_full((B, H, *whole[1:3]), -torch.inf, dtype=acc)
         if not q.is_meta:
             masks = _Masks(lists, options, B)
             queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
@@ -349,7 +349,7 @@ class _Sums:
         shape = (B, 1, lists.num_columns, lists.k_block, self.heads, D)
         if not self.together:
             shape = (B, self.heads, lists.num_columns, lists.k_block, 1, D)
-        self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
+        self.total = x.new_zeros(shape, dtype=accumulation_dtype(x.dtype))
         # index_put_ sorts by index, where index_add_ uses atomics
         self.sorts = options.deterministic and x.is_cuda
 

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import Unpack
 
 from dilated_attention import validation as check
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.settings import DENSE
@@ -87,8 +88,8 @@ def attention_map(
     rows = _checked_rows(query_rows, Nq, cu_seqlens, [start for start, _ in documents])
     _check_shape("lse", lse, (B, H, Nq), "(batch, heads, queries)")
     step = CHUNK if chunk is None else as_int("chunk", chunk, minimum=1)
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-    result = torch.zeros((B, len(rows), Nk) if average_heads else (B, H, len(rows), Nk), dtype=wide, device=q.device)
+    wide = accumulation_dtype(q.dtype)
+    result = q.new_zeros((B, len(rows), Nk) if average_heads else (B, H, len(rows), Nk), dtype=wide)
     rows_at_once = max(1, SCORES_AT_ONCE // max(1, B * H * min(step, Nk)))
     with without_autocast(q):
         for start, end in documents:
@@ -153,7 +154,7 @@ def _weights(
         chunk = slice(first, min(first + step, high))
         scores = (grouped @ k[:, chunk].to(q.dtype).permute(0, 2, 3, 1)).unflatten(2, (H // Hk, R)).flatten(1, 2)
         keys = torch.arange(chunk.start, chunk.stop, device=q.device)
-        m = torch.full((1, 1, R, len(keys)), branches is None and not blocks, dtype=q.dtype, device=q.device)
+        m = q.new_full((1, 1, R, len(keys)), branches is None and not blocks)
         if branches is not None:
             m = m + branches.multiplicities(at, keys, H)
         if blocks:
@@ -169,7 +170,7 @@ def _weights(
 
     if lse is None:
         # of zero keys and sinks. Zero keys come after the last position, so causal queries do not see them
-        zero = torch.zeros((H, R), dtype=q.dtype, device=q.device)
+        zero = q.new_zeros((H, R))
         if branches is not None and not is_causal:
             zero = zero_keys(branches, at, H, num_keys).to(q.dtype)
         lse = zero.log() if sinks is None else zero.log().logaddexp(sinks.to(q.dtype)[:, None])
@@ -184,7 +185,7 @@ def _weights(
 
 def zero_keys(pattern: DilatedPattern, rows: torch.Tensor, num_heads: int, num_positions: int) -> torch.Tensor:
     """Returns (H, R) int64: the number of zero keys, over all branches, that each row attends to; 0 with ``tail="mask"``."""
-    total = torch.zeros((num_heads, rows.shape[0]), dtype=torch.int64, device=rows.device)
+    total = rows.new_zeros((num_heads, rows.shape[0]), dtype=torch.int64)
     if pattern.tail == "mask":
         return total
     for branch, ((length, rate), offsets) in enumerate(zip(pattern.branches, pattern.offsets(num_heads), strict=True)):
@@ -290,7 +291,7 @@ def attention_received(
     check.check_tensors(q, k, k)
     check.check_bool("average_heads", average_heads)
     branches, blocks = checked_patterns(segment_lengths, dilation_rates, pattern, given, q)
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = accumulation_dtype(q.dtype)
     if dtype is not None and dtype not in check.DTYPES:
         raise ValueError(f"dtype is {dtype}; expected one of float16, bfloat16, float32, float64, or None for {wide}")
     if query_weights is not None and not isinstance(query_weights, torch.Tensor):

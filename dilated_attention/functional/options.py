@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, get_type_hints
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.pattern import HeadOffsets
 from dilated_attention.pattern.checks import check_number, shown
 from dilated_attention.validation import check_numbers_of_heads, check_plain, check_probability, check_sinks
@@ -301,7 +302,7 @@ def check_softcap(softcap: Any, scale: float, dtype: torch.dtype) -> float:
     if softcap is None:
         return 0.0
     check_number("softcap", softcap, "a number > 0, or None")
-    held = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
+    held = torch.finfo(accumulation_dtype(dtype))
     # kernels compute tanh(scale / softcap · q·k), and treat quotients below the smallest normal number as 0: a larger cap would move scores
     # by more than rounding does
     lowest, highest = max(held.tiny, scale / held.max), held.eps / held.tiny
@@ -342,5 +343,5 @@ def bias_tensors(bias: Alibi | Distance, q: Tensor, k: Tensor) -> tuple[Tensor |
     if isinstance(bias, Alibi):
         return None, bias.slopes
     x = bias.coordinates
-    x = (x[:, None] if x.ndim == 1 else x).to(torch.float64 if q.dtype is torch.float64 else torch.float32)
+    x = (x[:, None] if x.ndim == 1 else x).to(accumulation_dtype(q.dtype))
     return torch.nn.functional.pad(x, (0, 2 - x.shape[-1])).expand(k.shape[0], -1, -1), bias.slopes

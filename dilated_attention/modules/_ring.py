@@ -144,7 +144,7 @@ def shard_positions(x: torch.Tensor, seq_len: int, group_name: str, layout: str)
     """See ``RingSettings.positions``. It is an op so that a compiled graph contains neither this process's rank nor a fixed length."""
     members = members_named(group_name)
     positions = positions_of(seq_len, members.rank, members.size, layout, x.device)
-    return positions if positions.shape[0] == x.shape[1] else torch.zeros(x.shape[1], dtype=torch.int64, device=x.device)
+    return positions if positions.shape[0] == x.shape[1] else positions.new_zeros(x.shape[1])
 
 
 @shard_positions.register_fake

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.functional.fused_layers import takes_kernels
 from dilated_attention.pattern.checks import MAX_LENGTH
@@ -60,7 +61,7 @@ def rotary_tables(
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
     pair = torch.arange(head_dim // 2, dtype=wide, device=positions.device)
     turn = (positions.to(wide)[:, None] * (pair * (-2 * math.log(base) / head_dim)).exp()).remainder(2 * math.pi)
-    angle = turn.to(torch.float64 if dtype is torch.float64 else torch.float32)[:, None, :]
+    angle = turn.to(accumulation_dtype(dtype))[:, None, :]
     table = angle.cos(), angle.sin()
     if scale_base is None:
         return table, table

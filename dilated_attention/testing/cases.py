@@ -16,6 +16,7 @@ import torch
 
 from dilated_attention import pattern as patterns
 from dilated_attention.backends import registry
+from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.pattern import (
     BlockPattern,
     DilatedPattern,
@@ -313,7 +314,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
     keys = (case.batch, case.num_keys, case.kv_heads, case.head_dim)
     shapes = (queries, keys, keys, queries)
     q, k, v, dout = (make_tensor(shape, layout, dtype, device, generator) for shape, layout in zip(shapes, case.layouts, strict=True))
-    accumulation = torch.float64 if dtype is torch.float64 else torch.float32
+    accumulation = accumulation_dtype(dtype)
     dlse = torch.randn(case.batch, case.heads, case.num_queries, generator=generator, dtype=torch.float64) * case.lse_grad
     padding = None
     if case.padding != "none":

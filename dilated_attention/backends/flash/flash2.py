@@ -49,7 +49,7 @@ class Flash2Backend(Backend):
         dlse: Tensor | None = None, **__: Views,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert keys is None and dlse is None
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         _interface()._flash_attn_backward(
             dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, options.scale, options.causal, *flash_sides(options, q, k),
             options.softcap, None, options.deterministic,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse
 from dilated_attention.backends.flash import flash3
 
 E4M3 = torch.float8_e4m3fn
@@ -79,8 +79,8 @@ class Flash3Fp8Backend(Backend):
         assert not options.causal or L == S
         q8, q_scale, _ = quantise(q, K)
         (k8, k_scale, k_mean), (v8, v_scale, v_mean) = (quantise(x, K, centre=True) for x in (k, v))
-        out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-        lse = torch.empty((P, G, L), dtype=torch.float32, device=q.device)
+        out = q.new_empty(q.shape, dtype=torch.bfloat16)
+        lse = new_lse(q)
         num_splits = min(_MOST_SPLITS, -(-S // self._keys_a_sum))
         # of several splits the library keeps a float32 out each, so the rows are cut into launches that bound its memory
         rows = L if num_splits == 1 else max(_LEAST_ROWS, _SPLIT_BYTES // (num_splits * P * G * D * 4))

@@ -244,7 +244,7 @@ def backward_blocks(
     concurrent = cut and len(tables) <= _MOST_CONCURRENT
     more_dqs = len(tables[1:]) if concurrent else 0
     dk, dv, *dqs = new_results((None, None, into, *(None,) * more_dqs), (k, v, q, *(q,) * more_dqs))
-    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if cut and not concurrent else None
+    total = q.new_zeros(q.shape, dtype=torch.float32) if cut and not concurrent else None
     mask_mod, interval = _interval(lists)
     replay = replay_backward(q, k)
     settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, dlse is not None)
@@ -370,6 +370,6 @@ def _side(row: Tensor, other: Tensor, shape: tuple[int, int, int], most: int) ->
     longest = int(counts.max()) if counts.numel() else 0
     width = max(1, min(-(-longest // 16) * 16, most))
     place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
-    indices = torch.zeros((counts.shape[0], width), dtype=torch.int32, device=row.device)
+    indices = row.new_zeros((counts.shape[0], width), dtype=torch.int32)
     indices[row, place] = other.to(torch.int32)
     return counts.to(torch.int32).view(shape), indices.view(*shape, width)

@@ -161,7 +161,7 @@ class TritonBlocksBackend(Backend):
         from dilated_attention.backends.tiles.forward import forward_kernel
 
         assert isinstance(keys, BlockLists)
-        out, lse, padding = torch.empty(q.shape, dtype=q.dtype, device=q.device), new_lse(q), _padding_of(options, keys, q.shape[0])
+        out, lse, padding = q.new_empty(q.shape), new_lse(q), _padding_of(options, keys, q.shape[0])
         # in place of tensors that these calls do not have, and that the kernel does not read
         unread = lse
         # in the order of the kernel's parameters
@@ -200,9 +200,9 @@ class TritonBlocksBackend(Backend):
         assert isinstance(keys, BlockLists)
         dout, out = (x if x.stride(3) == 1 else x.contiguous() for x in (dout.to(q.dtype), out))
         lse = lse.contiguous()
-        dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, k, v))
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         # δ and lse · log2(e) of each row
-        stats = torch.empty(2 * lse.numel(), dtype=torch.float32, device=q.device)
+        stats = lse.new_empty(2 * lse.numel())
         padding, unread = _padding_of(options, keys, q.shape[0]), lse
         num_batches, num_heads, group, *lengths = _sizes_of(q, k)
         # delta_rows, direct, left, right, scale, natural_scale, and threshold and keep_scale of dropout

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options, accumulation_dtype
+from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options, accumulation_dtype, new_lse
 from dilated_attention.backends.dropout import keep_mask
 from dilated_attention.backends.nonfinite import ContainedBackend
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES
@@ -41,10 +41,8 @@ class MathBackend(ContainedBackend):
 
     def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns (out (P, L, G, D), lse (P, G, L)). ``pairs``: a mask of kept pairs, bool (P, 1 or L, S), besides those in ``options``."""
-        P, L, G, D = q.shape
-        acc = accumulation_dtype(q.dtype)
-        out = torch.empty((P, L, G, D), dtype=q.dtype, device=q.device)
-        lse = torch.empty((P, G, L), dtype=acc, device=q.device)
+        G, acc = q.shape[2], accumulation_dtype(q.dtype)
+        out, lse = q.new_empty(q.shape), new_lse(q)
         k_PGDS, v_PGSD = _heads_first(k, G, acc).transpose(-1, -2), _heads_first(v, G, acc)
         for rows in _row_blocks(q, k):
             s_PGLS = self._scores(q, k_PGDS, rows, options, pairs)
@@ -68,12 +66,11 @@ class MathBackend(ContainedBackend):
         pairs: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns (dq, dk, dv) of this launch's keys in the accumulation dtype; ``out`` and ``lse`` may be those of more keys."""
-        P, L, G, D = q.shape
-        K, S = k.shape[2], k.shape[1]
+        (P, _, G, D), (S, K) = q.shape, k.shape[1:3]
         acc = accumulation_dtype(q.dtype)
         k_PGSD, v_PGSD = _heads_first(k, G, acc), _heads_first(v, G, acc)
-        dq = torch.empty((P, L, G, D), dtype=acc, device=q.device)
-        dk_PGSD = torch.zeros((P, G, S, D), dtype=acc, device=q.device)
+        dq = q.new_empty(q.shape, dtype=acc)
+        dk_PGSD = q.new_zeros((P, G, S, D), dtype=acc)
         dv_PGSD = torch.zeros_like(dk_PGSD)
         for rows in _row_blocks(q, k):
             q_PGLD = q[:, rows].transpose(1, 2).to(acc)
@@ -84,12 +81,12 @@ class MathBackend(ContainedBackend):
             s_PGLS = self._scores(q, k_PGSD.transpose(-1, -2), rows, options, pairs)
             p_PGLS = (s_PGLS - lse[:, :, rows, None].to(acc)).exp_()
             dp_PGLS = do_PGLD @ v_PGSD.transpose(-1, -2)
+            weights_PGLS = p_PGLS
             if options.dropout is not None:
                 kept_PGLS = keep_mask(options.dropout, rows).to(acc) / (1 - options.dropout.probability)
                 dp_PGLS *= kept_PGLS
-                dv_PGSD += (p_PGLS * kept_PGLS).transpose(-1, -2) @ do_PGLD
-            else:
-                dv_PGSD += p_PGLS.transpose(-1, -2) @ do_PGLD
+                weights_PGLS = p_PGLS * kept_PGLS
+            dv_PGSD += weights_PGLS.transpose(-1, -2) @ do_PGLD
             ds_PGLS = p_PGLS * (dp_PGLS - delta_PGL[..., None])
             if options.bias is not None and options.bias.gradient is not None:
                 options.bias.gradient.sub_(torch.einsum("pgls,pls->g", ds_PGLS, options.bias.distances(rows).to(acc)))

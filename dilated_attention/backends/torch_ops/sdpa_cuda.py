@@ -56,7 +56,7 @@ class SdpaFlashBackend(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert keys is None and dlse is None
         left, right = window_sizes(options, q.shape[1], k.shape[1])
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        no_dropout = q.new_zeros(2, dtype=torch.uint64)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, options.causal, no_dropout, no_dropout,
             scale=options.scale, window_size_left=left, window_size_right=right,
@@ -113,7 +113,7 @@ class SdpaCudnnBackend(Backend):
         assert keys is None and dlse is None
         if k.shape[1] == 1:
             return _MATH.backward(dout, q, k, v, out, lse, options)
-        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        no_dropout = q.new_zeros((), dtype=torch.int64)
         # torch caches one plan for all calls with equal q, k and v layouts, whatever the strides of out and dout for which it was built:
         # another layout of either gave NaN and gradients of 1e19 on torch 2.11, or an illegal memory access. So both are made contiguous
         heads_first = (x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous()))
@@ -168,7 +168,7 @@ class SdpaEfficientBackend(Backend):
         G, K = q.shape[2], k.shape[2]
         padded = -(-q.shape[1] // 32) * 32
         lse = torch.nn.functional.pad(lse, (0, padded - lse.shape[-1]), value=torch.inf).contiguous()
-        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        no_dropout = q.new_zeros((), dtype=torch.int64)
         heads_first = (x.transpose(1, 2) for x in (dout, q, repeat_heads(k, G), repeat_heads(v, G)))
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *heads_first,
