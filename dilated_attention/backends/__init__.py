@@ -26,21 +26,13 @@ from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.backends.torch_ops.sdpa_cpu import SdpaCpuBackend
 from dilated_attention.backends.torch_ops.sdpa_cuda import SdpaCudnnBackend, SdpaEfficientBackend, SdpaFlashBackend
 
-registry.register(Flash4Backend())
-registry.register(Flash3Backend())
-registry.register(Flash3Fp8Backend())
-registry.register(Flash2Backend())
-# backend="sdpa" takes the first of the family that can compute a request
-registry.register(SdpaCudnnBackend(), family="sdpa")
-registry.register(SdpaFlashBackend(), family="sdpa")
-registry.register(SdpaEfficientBackend(), family="sdpa")
-registry.register(SdpaCpuBackend(), family="sdpa")
-registry.register(FlexBackend())
-registry.register(XformersBackend())
+# backend="sdpa" takes the first of this family that can compute a request
+_SDPA = SdpaCudnnBackend(), SdpaFlashBackend(), SdpaEfficientBackend(), SdpaCpuBackend()
 # our own kernels: "triton" for block lists, "tiles" for dense problems
-registry.register(TritonBlocksBackend())
-registry.register(TilesBackend())
-registry.register(MathBackend())
+_OURS = TritonBlocksBackend(), TilesBackend()
+_FLASH = Flash4Backend(), Flash3Backend(), Flash3Fp8Backend(), Flash2Backend()
+for _backend in (*_FLASH, *_SDPA, FlexBackend(), XformersBackend(), *_OURS, MathBackend()):
+    registry.register(_backend, family="sdpa" if _backend in _SDPA else None)
 
 # The orders of preference for dense calls, of all backends for which rates.py has no measured rate. "sm8x": every GPU of compute
 # capability 8. Backends that are left out follow in the order of registration; flash3_fp8 is, since it alone computes precision="fp8".

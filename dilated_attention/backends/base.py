@@ -130,6 +130,20 @@ class Capabilities:
     rocm: bool = False
 
 
+# what the builds of FlashAttention have in common; each of them declares more
+FLASH = Capabilities(
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    compute_capabilities=((8, 0), (12, 1)),
+    head_dim_multiple=8,
+    window=True,
+    native_window=True,
+    # the launch grids put the batch in a 16-bit dimension
+    max_batch=65_535,
+    aligned_last=True,
+)
+
+
 @dataclass(frozen=True)
 class Mask:
     """Which keys of a problem are attended to, apart from causality.

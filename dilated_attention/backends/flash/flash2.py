@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import FLASH, Backend, Keys, Options, Views
 from dilated_attention.backends.mask_convert import flash_sides
 
 
@@ -18,18 +19,11 @@ class Flash2Backend(Backend):
     """
 
     name = "flash2"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
+    capabilities = replace(
+        FLASH,
         package="flash-attn-2",
         install='pip install "dilated-attention[flash2]" (compiles flash-attn)',
-        compute_capabilities=((8, 0), (12, 1)),
-        head_dim_multiple=8,
-        window=True,
-        native_window=True,
         softcap=True,
-        max_batch=65_535,
-        aligned_last=True,
         # of a build for head dims up to 128; others up to 256 are not measured
         source="H200, torch 2.11, flash-attn 2.8.3 built for head dims to 128: 326/301 TFLOP/s forward/backward at D = 64, 391/320 at 128",
     )

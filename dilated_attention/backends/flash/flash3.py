@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Bounds, Capabilities, Keys, Options, Views, new_results
+from dilated_attention.backends.base import FLASH, AttentionRequest, Backend, Bounds, Keys, Options, Views, new_results
 from dilated_attention.backends.mask_convert import flash_sides
 from dilated_attention.backends.selection import refresh
 
@@ -26,20 +27,14 @@ class Flash3Backend(Backend):
     """
 
     name = "flash3"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
+    capabilities = replace(
+        FLASH,
         package="flash-attn-3",
         install=(
             "build flash_attn_interface, "
             "or dilated_attention.backends.flash.flash3.load_library() on the library in the xformers 0.0.34 wheel"
         ),
         compute_capabilities=((9, 0), (9, 0)),
-        head_dim_multiple=8,
-        window=True,
-        native_window=True,
-        max_batch=65_535,
-        aligned_last=True,
         writes_views=True,
         documents=True,
         source="H200, library of xformers 0.0.34: 514/518 TFLOP/s forward/backward at D = 64, 668/598 at 128",

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
+from dilated_attention.backends.base import FLASH, AttentionRequest, Backend, Keys, Options, Views, new_lse, new_results
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.mask_convert import window_sizes
@@ -44,19 +45,12 @@ class Flash4Backend(Backend):
     """
 
     name = "flash4"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
+    capabilities = replace(
+        FLASH,
         package="flash-attn-4",
         install='pip install --pre "flash-attn-4[cu13]"',
-        compute_capabilities=((8, 0), (12, 1)),
-        head_dim_multiple=8,
-        window=True,
-        native_window=True,
         softcap=True,
         lse_grad=True,
-        max_batch=65_535,
-        aligned_last=True,
         block_sizes=frozenset({(64, 64), (64, 128), (128, 64), (128, 128)}),
         block_masks=frozenset({"none", "interval"}),
         writes_views=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +30,16 @@ _MASK_KINDS = {"none": 0, "interval": 1, "bits": 2}
 _LOG2_E = 1.4426950408889634
 # compilations that were begun, by what the kernel depends on; None for one that has ended
 _compilations: dict[Hashable, Future[Any] | None] = {}
+# what both backends have in common
+_OURS = Capabilities(
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES | {torch.float32},
+    compute_capabilities=((8, 0), (12, 1)),
+    key_mask=True,
+    lse_grad=True,
+    package="triton",
+    install="pip install triton",
+)
 
 
 class TilesBackend(Backend):
@@ -39,21 +50,15 @@ class TilesBackend(Backend):
     """
 
     name = "tiles"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES | {torch.float32},
-        compute_capabilities=((8, 0), (12, 1)),
-        key_mask=True,
+    capabilities = replace(
+        _OURS,
         window=True,
         native_window=True,
         dropout=True,
         bias=True,
-        lse_grad=True,
         writes_views=True,
         aligned_last=True,
         whole_calls=True,
-        package="triton",
-        install="pip install triton",
         source="H200, Triton 3.6, bench speed --cases short",
     )
 
@@ -128,17 +133,11 @@ class TritonBlocksBackend(Backend):
     """
 
     name = "triton"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES | {torch.float32},
-        compute_capabilities=((8, 0), (12, 1)),
-        key_mask=True,
-        lse_grad=True,
+    capabilities = replace(
+        _OURS,
         block_sizes=BLOCK_SIZES,
         block_masks=frozenset(_MASK_KINDS),
         blocks_only=True,
-        package="triton",
-        install="pip install triton",
         source="compiled for sm_80, sm_89 and sm_90 by Triton 3.7, interpreted on CPUs",
     )
 

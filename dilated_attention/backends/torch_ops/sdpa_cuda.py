@@ -5,10 +5,12 @@ Three backends: FlashAttention-2 as torch bundles it, cuDNN, and the memory-effi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import FLASH, HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, of_kv_heads, repeat_heads, window_sizes
 from dilated_attention.backends.torch_ops.math import MathBackend
 
@@ -24,16 +26,8 @@ class SdpaFlashBackend(Backend):
     """
 
     name = "sdpa_flash"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALVES,
-        compute_capabilities=((8, 0), (12, 1)),
-        head_dim_multiple=8,
-        window=True,
-        native_window=True,
-        max_batch=_MAX_GRID,
-        aligned_last=True,
-        source="H200, torch 2.11: strided views bit-equal; 305/287 TFLOP/s forward/backward at D = 64, 346/311 at 128",
+    capabilities = replace(
+        FLASH, source="H200, torch 2.11: strided views bit-equal; 305/287 TFLOP/s forward/backward at D = 64, 346/311 at 128"
     )
 
     def more_reasons(self, request: AttentionRequest) -> list[str]:
