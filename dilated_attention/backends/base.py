@@ -223,6 +223,9 @@ class Bounds(NamedTuple):
 Keys = Bounds | BlockLists
 # where results go, of any strides (the last one 1); None where that is left to what computes them
 Views = tuple[Tensor | None, ...]
+# what a pass returns: (out, lse), or (dq, dk, dv)
+Result = tuple[Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class Backend(ABC):
@@ -251,9 +254,7 @@ class Backend(ABC):
         return []
 
     @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
         """Returns (out (P, L, G, D) in q's dtype, lse (P, G, L) float32 (float64 for float64), natural logarithm).
 
         A row without keys has lse −inf and out 0, whatever the library itself returns for it.
@@ -266,7 +267,7 @@ class Backend(ABC):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """Returns the contributions (dq, dk, dv), in q's dtype or float32.
 
         ``out`` and ``lse`` are those *of the whole softmax*, of which this launch may be a part. An lse of +inf marks a row that takes no

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options
+from dilated_attention.backends.base import Options, Result
 from dilated_attention.backends.torch_ops.math import band_mask
 
 
@@ -41,7 +41,7 @@ def additive_bias(
     return bias[:, None].expand(P, 1, -1, -1), empty_PL.expand(P, L)
 
 
-def clear_empty_rows(out_PLGD: Tensor, lse_PGL: Tensor, empty_PL: Tensor | None) -> tuple[Tensor, Tensor]:
+def clear_empty_rows(out_PLGD: Tensor, lse_PGL: Tensor, empty_PL: Tensor | None) -> Result:
     """Sets out to 0 and lse to −inf in rows without keys, whatever the kernel wrote there."""
     if empty_PL is None:
         return out_PLGD, lse_PGL

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Keys, Mask, Options, Views, accumulation_dtype
+from dilated_attention.backends.base import Backend, Grads, Keys, Mask, Options, Result, Views, accumulation_dtype
 from dilated_attention.backends.dropout import Dropout
 from dilated_attention.backends.merge import merge_
 from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
@@ -38,8 +38,8 @@ from dilated_attention.pattern.blocks.block_lists import WORD, BlockLists
 PIECE_BYTES = 8 * 2**20
 PIECE_BYTES_GPU = 64 * 2**20
 # a kernel's forward and backward; the arguments are tensors, options, dlse (backward only) and pairs
-RawForward = Callable[..., tuple[Tensor, Tensor]]
-RawBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+RawForward = Callable[..., Result]
+RawBackward = Callable[..., Grads]
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -59,7 +59,7 @@ class ContainedBackend(Backend):
     raw_forward: RawForward
     raw_backward: RawBackward
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         if keys is None:
             return self.dense_forward(q, k, v, options)
         assert isinstance(keys, BlockLists)
@@ -68,14 +68,14 @@ class ContainedBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """Returns (dq, dk, dv); of lists, dk and dv in float32 (float64 for float64)."""
         if keys is None:
             return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
         assert isinstance(keys, BlockLists)
         return self.lists_backward(dout, q, k, v, out, lse, options, keys, dlse)
 
-    def dense_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def dense_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> Result:
         """Returns (out, lse) of P dense problems."""
         out, lse = self.raw_forward(q, k, v, options, pairs)
         # a bad value shows in out; a bad key with a score of −inf need not
@@ -93,7 +93,7 @@ class ContainedBackend(Backend):
     def dense_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None = None,
         pairs: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """Returns (dq, dk, dv) of P dense problems."""
         slopes = None if options.bias is None else options.bias.gradient
         before = None if slopes is None else slopes.clone()
@@ -132,7 +132,7 @@ class ContainedBackend(Backend):
         )
 
     @torch.no_grad()
-    def lists_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists) -> tuple[Tensor, Tensor]:
+    def lists_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists) -> Result:
         """Returns (out, lse) over the kept blocks."""
         B, Nq, H, _ = q.shape
         acc, whole = accumulation_dtype(q.dtype), (B, lists.num_rows, lists.q_block, H)
@@ -155,7 +155,7 @@ class ContainedBackend(Backend):
     def lists_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, lists: BlockLists,
         dlse: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """Returns (dq, dk, dv), dk and dv in the dtype of sums."""
         B, Nq, H, D = q.shape
         dq, dk, dv = q.new_zeros((B, lists.num_rows, lists.q_block, H, D)), _Sums(k, lists, options), _Sums(v, lists, options)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import FLASH, Backend, Keys, Options, Views
+from dilated_attention.backends.base import FLASH, Backend, Grads, Keys, Options, Result, Views
 from dilated_attention.backends.mask_convert import flash_sides
 
 
@@ -28,7 +28,7 @@ class Flash2Backend(Backend):
         source="H200, torch 2.11, flash-attn 2.8.3 built for head dims to 128: 326/301 TFLOP/s forward/backward at D = 64, 391/320 at 128",
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         assert keys is None, "takes neither documents nor lists of blocks"
         left, right = flash_sides(options, q, k)
         out, lse, *_ = _interface()._flash_attn_forward(
@@ -41,7 +41,7 @@ class Flash2Backend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         _interface()._flash_attn_backward(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import FLASH, AttentionRequest, Backend, Bounds, Keys, Options, Views, new_results
+from dilated_attention.backends.base import FLASH, AttentionRequest, Backend, Bounds, Grads, Keys, Options, Result, Views, new_results
 from dilated_attention.backends.mask_convert import flash_sides
 from dilated_attention.backends.selection import refresh
 
@@ -45,9 +45,7 @@ class Flash3Backend(Backend):
             return [f"its deterministic backward takes head_dim up to 192, not {request.head_dim}"]
         return []
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
         # the op always makes a new tensor for lse
         out_view, _ = out
         if isinstance(keys, Bounds):
@@ -62,7 +60,7 @@ class Flash3Backend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         # its capabilities declare no gradient of lse
         assert dlse is None
         results = new_results(grads, (q, k, v))
@@ -87,7 +85,7 @@ def call_fwd(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, window_sides: tuple[int, int] = (-1, -1),
     out: Tensor | None = None, *, bounds: Bounds | None = None, used_keys: Tensor | None = None, page_table: Tensor | None = None,
     num_splits: int = 1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Result:  # fmt: skip
     """Calls ``flash_attn_3::fwd`` and returns (out, lse).
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Grads, Keys, Options, Result, Views, new_lse
 from dilated_attention.backends.flash import flash3
 
 E4M3 = torch.float8_e4m3fn
@@ -73,7 +73,7 @@ class Flash3Fp8Backend(Backend):
             return ['its forward gives no gradients: call it under torch.no_grad(), or train with precision="native"']
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         assert keys is None
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S
@@ -100,7 +100,7 @@ class Flash3Fp8Backend(Backend):
         out.unflatten(2, (K, -1)).add_(v_mean[:, None, :, None])
         return out.to(q.dtype), lse
 
-    def backward(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *_: Any, **__: Any) -> Grads:
         raise NotImplementedError("flash3_fp8 has no backward, and selection never asks it for one")
 
 

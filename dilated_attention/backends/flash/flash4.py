@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention.backends.base import FLASH, AttentionRequest, Backend, Keys, Options, Views, new_lse, new_results
+from dilated_attention.backends.base import FLASH, AttentionRequest, Backend, Grads, Keys, Options, Result, Views, new_lse, new_results
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.mask_convert import window_sizes
@@ -80,9 +80,7 @@ class Flash4Backend(Backend):
             reasons += block_reasons(request)
         return reasons
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
         interface, (out_view, lse_view) = _interface(), out
         if keys is not None:
             assert isinstance(keys, BlockLists)
@@ -105,7 +103,7 @@ class Flash4Backend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         interface = _interface()
         if keys is not None:
             assert isinstance(keys, BlockLists)
@@ -178,9 +176,7 @@ def block_reasons(request: AttentionRequest) -> list[str]:
     return reasons
 
 
-def forward_blocks(
-    interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None) -> Result:
     """Computes (out, lse). ``out``: a view to write to."""
     (out,), lse = new_results((out,), (q,)), new_lse(q)
     mask_mod, interval = _interval(lists)
@@ -224,7 +220,7 @@ def forward_blocks(
 
 def backward_blocks(
     interface: Any, tensors: tuple[Tensor, ...], lists: BlockLists, options: Options, dlse: Tensor | None, into: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """Computes (dq, dk, dv).
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import FLASH, HALVES, AttentionRequest, Backend, Keys, Options, Views
+from dilated_attention.backends.base import FLASH, HALVES, AttentionRequest, Backend, Grads, Keys, Options, Result, Views
 from dilated_attention.backends.mask_convert import of_kv_heads, repeat_heads, window_sizes
 
 
@@ -37,7 +37,7 @@ class XformersBackend(Backend):
             return ["takes windows in half precision only, not in float32"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         assert keys is None
         fmha, kernels = _fmha(q.dtype)
         q, k, v = (_aligned(repeat_heads(x, q.shape[2])) for x in (q, k, v))
@@ -50,7 +50,7 @@ class XformersBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
         (fmha, kernels), G, K = _fmha(q.dtype), q.shape[2], k.shape[2]
         q, k, v = (_aligned(repeat_heads(x, G)) for x in (q, k, v))

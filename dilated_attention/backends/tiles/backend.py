@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views, new_lse, new_results
+from dilated_attention.backends.base import (
+    HALVES,
+    AttentionRequest,
+    Backend,
+    Capabilities,
+    Grads,
+    Keys,
+    Options,
+    Result,
+    Views,
+    new_lse,
+    new_results,
+)
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.table import LARGE_MEMORY, head_blocks, sizes
@@ -67,9 +79,7 @@ class TilesBackend(Backend):
             return [f"float32 with head_dim {request.head_dim} spills registers; head_dim up to {_MAX_FLOAT32} does not"]
         return []
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
         from dilated_attention.backends.tiles import run
 
         assert keys is None
@@ -83,7 +93,7 @@ class TilesBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         from dilated_attention.backends.tiles import run
 
         assert keys is None
@@ -148,7 +158,7 @@ class TritonBlocksBackend(Backend):
             return [f"float32 with head_dim {request.head_dim} needs more shared memory than {limit} has; head_dim up to 128 does not"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         """Computes the softmax attention over the kept pairs.
 
         Args:
@@ -184,7 +194,7 @@ class TritonBlocksBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
 
         Args:

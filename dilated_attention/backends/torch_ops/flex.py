@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import HALVES, AttentionRequest, Backend, Capabilities, Grads, Keys, Options, Result, Views
 from dilated_attention.backends.mask_convert import clear_empty_rows
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.pattern.blocks.flex_mask import block_mask_of
@@ -52,7 +52,7 @@ class FlexBackend(Backend):
     def more_reasons(self, request: AttentionRequest) -> list[str]:
         return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         assert keys is None or isinstance(keys, BlockLists)
         with torch.no_grad():
             part_out, lse = _flex(q, k, v, options, keys)
@@ -66,7 +66,7 @@ class FlexBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         assert keys is None or isinstance(keys, BlockLists)
         if keys is not None:
             # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
@@ -86,7 +86,7 @@ class FlexBackend(Backend):
         return grads[0], grads[1], grads[2]
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None) -> tuple[Tensor, Tensor]:
+def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None) -> Result:
     """Returns (out (P, G, L, D), lse (P, G, L))."""
     band = (None, 0) if options.causal else options.mask.band
     if lists is not None:

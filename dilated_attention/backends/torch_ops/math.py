@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options, accumulation_dtype, new_lse
+from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Grads, Options, Result, accumulation_dtype, new_lse
 from dilated_attention.backends.dropout import keep_mask
 from dilated_attention.backends.nonfinite import ContainedBackend
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES
@@ -39,7 +39,7 @@ class MathBackend(ContainedBackend):
         source="plain torch; no limits of its own",
     )
 
-    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> Result:
         """Returns (out (P, L, G, D), lse (P, G, L)). ``pairs``: a mask of kept pairs, bool (P, 1 or L, S), besides those in ``options``."""
         G, acc = q.shape[2], accumulation_dtype(q.dtype)
         out, lse = q.new_empty(q.shape), new_lse(q)
@@ -64,7 +64,7 @@ class MathBackend(ContainedBackend):
     def raw_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
         pairs: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         """Returns (dq, dk, dv) of this launch's keys in the accumulation dtype; ``out`` and ``lse`` may be those of more keys."""
         (P, _, G, D), (S, K) = q.shape, k.shape[1:3]
         acc = accumulation_dtype(q.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Options
+from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Grads, Options, Result
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows
 from dilated_attention.backends.nonfinite import ContainedBackend, all_finite
 from dilated_attention.backends.torch_ops.math import MathBackend
@@ -41,7 +41,7 @@ class SdpaCpuBackend(ContainedBackend):
         ),
     )
 
-    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def raw_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None) -> Result:
         """``forward`` with ``pairs``, a mask of kept pairs that replaces the mask in ``options``."""
         assert k.shape[1] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
         bias, empty_PL = additive_bias(q, k, options, pairs)
@@ -63,7 +63,7 @@ class SdpaCpuBackend(ContainedBackend):
     def raw_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, dlse: Tensor | None,
         pairs: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         assert dlse is None
         bias, _ = additive_bias(q, k, options, pairs)
         heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))

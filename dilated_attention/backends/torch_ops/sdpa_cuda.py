@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import FLASH, HALVES, AttentionRequest, Backend, Capabilities, Keys, Options, Views
+from dilated_attention.backends.base import FLASH, HALVES, AttentionRequest, Backend, Capabilities, Grads, Keys, Options, Result, Views
 from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, of_kv_heads, repeat_heads, window_sizes
 from dilated_attention.backends.torch_ops.math import MathBackend
 
@@ -35,7 +35,7 @@ class SdpaFlashBackend(Backend):
             return ["its backward is deterministic only under torch.use_deterministic_algorithms(True)"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         assert keys is None
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -47,7 +47,7 @@ class SdpaFlashBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
         left, right = window_sizes(options, q.shape[1], k.shape[1])
         no_dropout = q.new_zeros(2, dtype=torch.uint64)
@@ -91,7 +91,7 @@ class SdpaCudnnBackend(Backend):
             reasons.append(f"at most {_MAX_GRID} heads, not {request.num_heads}")
         return reasons
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         assert keys is None
         if k.shape[1] == 1:
             return _MATH.forward(q, k, v, options)
@@ -103,7 +103,7 @@ class SdpaCudnnBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
         if k.shape[1] == 1:
             return _MATH.backward(dout, q, k, v, out, lse, options)
@@ -144,7 +144,7 @@ class SdpaEfficientBackend(Backend):
             return [f"head_dim must be a multiple of 8 in half precision, not {request.head_dim}"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
         assert keys is None
         bias, empty_PL = _aligned_bias(q, k, options)
         k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
@@ -156,7 +156,7 @@ class SdpaEfficientBackend(Backend):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
         dlse: Tensor | None = None, **__: Views,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
         bias, _ = _aligned_bias(q, k, options)
         G, K = q.shape[2], k.shape[2]
