@@ -63,7 +63,23 @@ class ContainedBackend(Backend):
         if keys is None:
             return self.dense_forward(q, k, v, options)
         assert isinstance(keys, BlockLists)
-        return self.lists_forward(q, k, v, options, keys)
+        (B, Nq, H, _), lists = q.shape, keys
+        acc, whole = accumulation_dtype(q.dtype), (B, lists.num_rows, lists.q_block, H)
+        out, lse = q.new_zeros((*whole, q.shape[3])), q.new_full((B, H, *whole[1:3]), -torch.inf, dtype=acc)
+        with torch.no_grad():
+            if not q.is_meta:
+                masks = _Masks(lists, options, B)
+                queries, of_keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+                for piece in _pieces(q, k, lists, options):
+                    inputs = (queries.of_rows(piece), of_keys.of_columns(piece), values.of_columns(piece))
+                    part_out, part_lse = self.dense_forward(*inputs, masks.options(piece), masks.pairs(piece))
+                    batch, rows, queries_of, heads = piece.place
+                    of_lse = batch, heads, rows, queries_of
+                    if piece.is_second:
+                        merge_(part_out, part_lse.transpose(1, 2), out[piece.place].transpose(1, 2), lse[of_lse].transpose(1, 2))
+                    out[piece.place] = part_out.transpose(1, 2)
+                    lse[of_lse] = part_lse
+        return out.flatten(1, 2)[:, :Nq].contiguous(), lse.flatten(2)[:, :, :Nq].contiguous()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
@@ -73,7 +89,25 @@ class ContainedBackend(Backend):
         if keys is None:
             return self.dense_backward(dout, q, k, v, out, lse, options, dlse)
         assert isinstance(keys, BlockLists)
-        return self.lists_backward(dout, q, k, v, out, lse, options, keys, dlse)
+        (B, Nq, H, D), lists = q.shape, keys
+        dq, dk, dv = q.new_zeros((B, lists.num_rows, lists.q_block, H, D)), _Sums(k, lists, options), _Sums(v, lists, options)
+        with torch.no_grad():
+            if not q.is_meta:
+                masks = _Masks(lists, options, B)
+                # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
+                of_lse = [lse.masked_fill(lse == -torch.inf, torch.inf), *(() if dlse is None else (dlse,))]
+                of_rows = [_Blocks(x, lists.q_block) for x in (dout, q, out, *(x.transpose(1, 2)[..., None] for x in of_lse))]
+                of_keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
+                for piece in _pieces(q, k, lists, options):
+                    part_dout, part_q, part_out, *numbers = (x.of_rows(piece) for x in of_rows)
+                    part_lse, part_dlse, *_ = *(x[..., 0].transpose(1, 2) for x in numbers), None
+                    inputs = part_dout, part_q, of_keys.of_columns(piece), values.of_columns(piece), part_out, part_lse
+                    dq_share, dk_share, dv_share = self.dense_backward(*inputs, masks.options(piece), part_dlse, masks.pairs(piece))
+                    dq_share = dq_share.transpose(1, 2)
+                    dq[piece.place] = (dq_share + dq[piece.place] if piece.is_second else dq_share).to(q.dtype)
+                    dk.add(dk_share, piece)
+                    dv.add(dv_share, piece)
+        return dq.flatten(1, 2)[:, :Nq].contiguous(), dk.result(), dv.result()
 
     def dense_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, pairs: Tensor | None = None) -> Result:
         """Returns (out, lse) of P dense problems."""
@@ -130,51 +164,6 @@ class ContainedBackend(Backend):
             torch.where(reached_keys, dk, grads[1]),
             torch.where(reached_keys, dv, grads[2]),
         )
-
-    @torch.no_grad()
-    def lists_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists) -> Result:
-        """Returns (out, lse) over the kept blocks."""
-        B, Nq, H, _ = q.shape
-        acc, whole = accumulation_dtype(q.dtype), (B, lists.num_rows, lists.q_block, H)
-        out, lse = q.new_zeros((*whole, q.shape[3])), q.new_full((B, H, *whole[1:3]), -torch.inf, dtype=acc)
-        if not q.is_meta:
-            masks = _Masks(lists, options, B)
-            queries, keys, values = _Blocks(q, lists.q_block), _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
-            for piece in _pieces(q, k, lists, options):
-                inputs = (queries.of_rows(piece), keys.of_columns(piece), values.of_columns(piece))
-                part_out, part_lse = self.dense_forward(*inputs, masks.options(piece), masks.pairs(piece))
-                batch, rows, queries_of, heads = piece.place
-                of_lse = batch, heads, rows, queries_of
-                if piece.is_second:
-                    merge_(part_out, part_lse.transpose(1, 2), out[piece.place].transpose(1, 2), lse[of_lse].transpose(1, 2))
-                out[piece.place] = part_out.transpose(1, 2)
-                lse[of_lse] = part_lse
-        return out.flatten(1, 2)[:, :Nq].contiguous(), lse.flatten(2)[:, :, :Nq].contiguous()
-
-    @torch.no_grad()
-    def lists_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, lists: BlockLists,
-        dlse: Tensor | None,
-    ) -> Grads:  # fmt: skip
-        """Returns (dq, dk, dv), dk and dv in the dtype of sums."""
-        B, Nq, H, D = q.shape
-        dq, dk, dv = q.new_zeros((B, lists.num_rows, lists.q_block, H, D)), _Sums(k, lists, options), _Sums(v, lists, options)
-        if not q.is_meta:
-            masks = _Masks(lists, options, B)
-            # the scores of a row without keys are −inf too; with an lse of +inf their difference is not NaN
-            of_lse = [lse.masked_fill(lse == -torch.inf, torch.inf), *(() if dlse is None else (dlse,))]
-            of_rows = [_Blocks(x, lists.q_block) for x in (dout, q, out, *(x.transpose(1, 2)[..., None] for x in of_lse))]
-            keys, values = _Blocks(k, lists.k_block), _Blocks(v, lists.k_block)
-            for piece in _pieces(q, k, lists, options):
-                part_dout, part_q, part_out, *numbers = (x.of_rows(piece) for x in of_rows)
-                part_lse, part_dlse, *_ = *(x[..., 0].transpose(1, 2) for x in numbers), None
-                inputs = part_dout, part_q, keys.of_columns(piece), values.of_columns(piece), part_out, part_lse
-                dq_share, dk_share, dv_share = self.dense_backward(*inputs, masks.options(piece), part_dlse, masks.pairs(piece))
-                dq_share = dq_share.transpose(1, 2)
-                dq[piece.place] = (dq_share + dq[piece.place] if piece.is_second else dq_share).to(q.dtype)
-                dk.add(dk_share, piece)
-                dv.add(dv_share, piece)
-        return dq.flatten(1, 2)[:, :Nq].contiguous(), dk.result(), dv.result()
 
 
 def _without(x: Tensor, where: Tensor) -> Tensor:
@@ -284,26 +273,22 @@ def _parts(lists: BlockLists, padding: Tensor | None, *, splits: bool) -> Iterat
     row, columns = lists.row_of_entry.long().cpu(), lists.columns.cpu()
     sizes = torch.where(columns == last, lists.num_keys - last * lists.k_block, lists.k_block)
     special = torch.zeros_like(columns, dtype=torch.bool) if lists.masks is None else lists.masks.cpu() >= 0
-    everything = torch.arange(columns.shape[0], device="cpu")
-    if padding is None and splits:
-        parts = [
-            (everything[~special], torch.zeros((1, 1), dtype=torch.bool, device="cpu")),
-            (everything[special], torch.ones((1, 1), dtype=torch.bool, device="cpu")),
-        ]
-    else:
-        flags = special[None]
-        if padding is not None:
-            room = lists.num_columns * lists.k_block - lists.num_keys
-            padded = F.pad(padding.cpu(), (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
-            flags = flags | padded[:, columns.long()]
-        masked = torch.zeros((flags.shape[0], num_rows), dtype=torch.int64, device="cpu").index_add_(1, row, flags.long()) > 0
-        parts = [(everything, masked)]
-    for entries, masked in parts:
+    flags, parts = special[None], [torch.ones_like(special)]
+    if padding is not None:
+        room = lists.num_columns * lists.k_block - lists.num_keys
+        padded = F.pad(padding.cpu(), (0, room)).unflatten(1, (lists.num_columns, lists.k_block)).any(-1)
+        flags = flags | padded[:, columns.long()]
+    elif splits:
+        parts = [~special, special]
+    for part in parts:
+        entries = part.nonzero()[:, 0]
         if not entries.numel():
             continue
-        count = torch.bincount(row[entries], minlength=num_rows)
-        keys = torch.zeros(num_rows, dtype=torch.int64, device="cpu").index_add_(0, row[entries], sizes[entries].long())
-        yield entries, count.cumsum(0) - count, keys, masked.expand(-1, num_rows)
+        of_entries = row[entries]
+        count = torch.bincount(of_entries, minlength=num_rows)
+        keys = count.new_zeros(num_rows).index_add_(0, of_entries, sizes[entries].long())
+        masked = count.new_zeros((flags.shape[0], num_rows)).index_add_(1, of_entries, flags[:, entries].long()) > 0
+        yield entries, count.cumsum(0) - count, keys, masked
 
 
 def _of_all(x: Tensor, batch: int) -> Tensor:
