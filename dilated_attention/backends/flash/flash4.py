@@ -61,23 +61,32 @@ class Flash4Backend(Backend):
         capability = request.hardware.capability
         if capability is None:
             return []
-        reasons = []
-        major = capability[0]
-        rounded = -(-request.head_dim // 16) * 16
+        reasons, major, head_dim = [], capability[0], request.head_dim
+        rounded = -(-head_dim // 16) * 16
         if request.needs_grad and major == 9 and rounded < 128 and rounded % 32:
-            reasons.append(
-                f"its backward on compute capability 9.0 gives wrong gradients at head_dim {request.head_dim} (4.0.0b36, measured)"
-            )
+            reasons.append(f"its backward on compute capability 9.0 gives wrong gradients at head_dim {head_dim} (4.0.0b36, measured)")
         if request.needs_grad and major == 8:
             reasons.append("has no backward on compute capability 8.x")
         if request.needs_grad and major == 12 and (request.deterministic or request.window or request.softcap):
             reasons.append("its backward on compute capability 12.x is dense, without softcap and not deterministic")
-        if major in (10, 11) and request.head_dim > 128 and request.head_dim != 256:
-            reasons.append(f"head_dim is at most 128, or 256, on compute capability {major}.x, not {request.head_dim}")
-        if request.head_dim < 8:
-            reasons.append(f"head_dim is at least 8, not {request.head_dim}")
-        if request.blocks is not None:
-            reasons += block_reasons(request)
+        if major in (10, 11) and head_dim > 128 and head_dim != 256:
+            reasons.append(f"head_dim is at most 128, or 256, on compute capability {major}.x, not {head_dim}")
+        if head_dim < 8:
+            reasons.append(f"head_dim is at least 8, not {head_dim}")
+        if request.blocks is None:
+            return reasons
+        # measured on 4.0.0b36, compute capability 9.0
+        if major != 9:
+            reasons.append("its block-sparse kernels were tested only on compute capability 9.0")
+        if head_dim > 128:
+            reasons.append(f"with lists of blocks head_dim is at most 128, not {head_dim}")
+        if request.needs_grad:
+            q_block, k_block = request.blocks
+            if k_block != 128 or (head_dim <= 64 and q_block != 128):
+                least = "128x128" if head_dim <= 64 else "64x128 or 128x128"
+                reasons.append(f"its backward with head_dim {head_dim} takes blocks of {least}, not {q_block}x{k_block}")
+            if request.deterministic:
+                reasons.append("its backward over lists of blocks is not deterministic here")
         return reasons
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
@@ -157,43 +166,21 @@ class BlockTable(NamedTuple):
     full: tuple[Tensor, Tensor]
 
 
-def block_reasons(request: AttentionRequest) -> list[str]:
-    """Returns reasons against a request with block lists; measured on 4.0.0b36, compute capability 9.0."""
-    assert request.blocks is not None
-    capability = request.hardware.capability
-    reasons = []
-    if capability is None or capability[0] != 9:
-        reasons.append("its block-sparse kernels were tested only on compute capability 9.0")
-    if request.head_dim > 128:
-        reasons.append(f"with lists of blocks head_dim is at most 128, not {request.head_dim}")
-    if request.needs_grad:
-        q_block, k_block = request.blocks
-        if k_block != 128 or (request.head_dim <= 64 and q_block != 128):
-            least = "128x128" if request.head_dim <= 64 else "64x128 or 128x128"
-            reasons.append(f"its backward with head_dim {request.head_dim} takes blocks of {least}, not {q_block}x{k_block}")
-        if request.deterministic:
-            reasons.append("its backward over lists of blocks is not deterministic here")
-    return reasons
-
-
 def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, options: Options, out: Tensor | None) -> Result:
     """Computes (out, lse). ``out``: a view to write to."""
     (out,), lse = new_results((out,), (q,)), new_lse(q)
     mask_mod, interval = _interval(lists)
-    tables = tables_of(lists, False, q.shape[2] // k.shape[2])
+    cut = _cut(interface, lists, False, q, k)
     settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None)
     parts: list[tuple[slice, slice, Tensor]] = []
     launches: list[tuple[tuple[Tensor, ...], Any]] = []
-    for table in tables:
-        rows = slice(table.start * lists.q_block, min(table.end * lists.q_block, lists.num_queries))
-        heads, kv_heads = _heads(table, lists, q, k)
+    for rows, heads, kv_heads, sparse in cut:
         tensors = q[:, rows, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, rows, heads]
         # the kernel requires a dense lse
         part = lse
-        if len(tables) > 1:
+        if len(cut) > 1:
             part = lse.new_empty((q.shape[0], heads.stop - heads.start, rows.stop - rows.start))
             parts.append((heads, rows, part))
-        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
         aux = None if interval is None else [x[rows.start :].contiguous() for x in interval]
         call = functools.partial(
             interface._flash_attn_fwd,
@@ -209,7 +196,7 @@ def forward_blocks(interface: Any, q: Tensor, k: Tensor, v: Tensor, lists: Block
         )
         launches.append(((*tensors, part, *sparse[:4], *(aux or ())), call))
     # a few rows of many blocks, as those of global tokens, would leave most of the GPU idle for as long as all others take
-    with Streams(q.device, min(2, len(tables))) as streams:
+    with Streams(q.device, min(2, len(cut))) as streams:
         for index, (given, call) in enumerate(launches):
             with streams.stream(index):
                 replay_forward(interface, given, settings, call)
@@ -228,24 +215,21 @@ def backward_blocks(
         into: a view for dq, which is written to unless dq is the sum of more than two launches: it is then another tensor, in float32.
     """
     dout, q, k, v, out, lse = tensors
-    tables = tables_of(lists, True, q.shape[2] // k.shape[2])
-    cut = len({table.start for table in tables}) > 1
+    cut = _cut(interface, lists, True, q, k)
+    several = len({rows.start for rows, *_ in cut}) > 1
     # those of a few columns of many blocks run concurrently with the others, each with a dq of its own
-    concurrent = cut and len(tables) <= _MOST_CONCURRENT
-    more_dqs = len(tables[1:]) if concurrent else 0
+    concurrent = several and len(cut) <= _MOST_CONCURRENT
+    more_dqs = len(cut[1:]) if concurrent else 0
     dk, dv, *dqs = new_results((None, None, into, *(None,) * more_dqs), (k, v, q, *(q,) * more_dqs))
-    total = q.new_zeros(q.shape, dtype=torch.float32) if cut and not concurrent else None
+    total = q.new_zeros(q.shape, dtype=torch.float32) if several and not concurrent else None
     mask_mod, interval = _interval(lists)
     replay = replay_backward(q, k)
     settings = (options.scale, options.softcap, lists.q_block, lists.k_block, mask_mod is None, dlse is not None)
     launches: list[tuple[tuple[Tensor, ...], slice, Any]] = []
-    for index, table in enumerate(tables):
-        rows = slice(table.start * lists.k_block, min(table.end * lists.k_block, lists.num_keys))
-        heads, kv_heads = _heads(table, lists, q, k)
+    for index, (rows, heads, kv_heads, sparse) in enumerate(cut):
         mine = [q[:, :, heads], k[:, rows, kv_heads], v[:, rows, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads].contiguous()]
         grads = [dqs[index if concurrent else 0][:, :, heads], dk[:, rows, kv_heads], dv[:, rows, kv_heads]]
         more = [] if dlse is None else [dlse[:, heads].contiguous()]
-        sparse = _tensors(interface, table, lists, q.shape[0], heads.stop - heads.start)
         # the kernel counts keys from the first key of the launch
         aux = None if interval is None else [x - rows.start for x in interval] if rows.start else list(interval)
 
@@ -279,23 +263,22 @@ def backward_blocks(
     return dqs[0] if total is None else total, dk, dv
 
 
-def _heads(table: BlockTable, lists: BlockLists, q: Tensor, k: Tensor) -> tuple[slice, slice]:
-    """Returns the query and key heads of a table."""
-    H, K = q.shape[2], k.shape[2]
-    if lists.num_heads == 1:
-        return slice(0, H), slice(0, K)
-    first, last = table.heads
-    group = H // K
-    assert first % group == 0 and last % group == 0, "tables are cut between key heads"
-    return slice(first, last), slice(first // group, last // group)
+def _cut(interface: Any, lists: BlockLists, of_columns: bool, q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice, Any]]:
+    """Returns of each launch its keys (``of_columns``) or queries, its query heads, its key heads, and its table in the interface's form.
 
-
-def _tensors(interface: Any, table: BlockTable, lists: BlockLists, batch: int, heads: int) -> Any:
-    """Returns the table in the interface's form; every tensor has its final shape, so that the interface copies and expands nothing."""
-    sides = []
-    for counts, indices in (table.partial, table.full):
-        sides += [counts.expand(batch, heads, -1), indices.expand(batch, heads, -1, -1)]
-    return interface.BlockSparseTensorsTorch(*sides, block_size=(lists.q_block, lists.k_block))
+    Every tensor of the table has its final shape, so that the interface copies and expands nothing.
+    """
+    H, group = q.shape[2], q.shape[2] // k.shape[2]
+    block, most = (lists.k_block, lists.num_keys) if of_columns else (lists.q_block, lists.num_queries)
+    launches = []
+    for table in tables_of(lists, of_columns, group):
+        first, last = (0, H) if lists.num_heads == 1 else table.heads
+        assert first % group == 0 and last % group == 0, "tables are cut between key heads"
+        sides = [x.expand(len(q), last - first, *x.shape[2:]) for side in (table.partial, table.full) for x in side]
+        sparse = interface.BlockSparseTensorsTorch(*sides, block_size=(lists.q_block, lists.k_block))
+        part = slice(table.start * block, min(table.end * block, most))
+        launches.append((part, slice(first, last), slice(first // group, last // group), sparse))
+    return launches
 
 
 def _interval(lists: BlockLists) -> tuple[Any, tuple[Tensor, ...] | None]:
