@@ -326,14 +326,8 @@ def reasons_of(capabilities: Capabilities, request: AttentionRequest) -> list[st
     if request.dtype not in capabilities.dtypes:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in capabilities.dtypes))
         reasons.append(f"takes {names}, not {str(request.dtype).removeprefix('torch.')}")
-    capability = hardware.capability
-    if (
-        request.dtype is torch.bfloat16
-        and capability is not None
-        and capability < (8, 0)
-        and "cuda" in capabilities.devices
-        and capabilities.compute_capabilities is not None
-    ):
+    capability = hardware.capability or (8, 0)
+    if request.dtype is torch.bfloat16 and capability < (8, 0) and capabilities.compute_capabilities is not None:
         reasons.append(f"bfloat16 needs compute capability 8.0, the GPU has {_dotted(capability)}")
     if request.head_dim > capabilities.max_head_dim:
         reasons.append(f"head_dim is at most {capabilities.max_head_dim}, not {request.head_dim}")

@@ -13,9 +13,8 @@ import triton.language as tl
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
 
-# positions per program: four per thread
+# positions per program: four per thread of Triton's four warps
 _BLOCK = 512
-_WARPS = 4
 # arguments that are not specialised, so that one compiled kernel serves all seeds, sizes and origins
 _VARYING = [
     "seed_low", "seed_high", "num_queries", "num_keys", "query_position_offset", "key_position_offset", "heads", "first_head",
@@ -77,7 +76,7 @@ def dropout_words(
         origins = position_offset, position_offset if key_position_offset is None else key_position_offset
         varying = (seed, seed >> 32, num_queries, keys, *origins, heads, first_head, first_batch)
         with on_device(a.device):
-            _words_kernel[(programs,)](a, c, b, *map(_signed, varying), _BLOCK, num_warps=_WARPS)
+            _words_kernel[(programs,)](a, c, b, *map(_signed, varying), _BLOCK)
     return Words(a, c, b)
 
 

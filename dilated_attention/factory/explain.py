@@ -68,7 +68,6 @@ class Line(NamedTuple):
     """A row as it is printed. ``mark``: ``→`` a backend that is taken · ``·`` one that can · ``✗`` one that cannot."""
 
     mark: str
-    reasons: tuple[str, ...]
     text: str
 
 
@@ -126,7 +125,7 @@ class Explanation:
             # with reasons against one pass, a backend may be taken for the other
             text = f"{passes} only: {text}" if passes and row.reasons else text
             mark = "→" if passes else "·" if row.usable else "✗"
-            lines.append(Line(mark, row.reasons, f"  {mark} {row.name:<{width}}  {text}"))
+            lines.append(Line(mark, f"  {mark} {row.name:<{width}}  {text}"))
         return lines
 
     def __str__(self) -> str:
@@ -227,16 +226,16 @@ def explain_backend(
         raise ValueError(f"block_masks is {block_masks!r} without a block_size; give block_size=128 to ask about block-sparse attention")
     registry.check_name(backend)
     one_of("precision", precision, PRECISIONS)
-    of_forward, of_backward = replace(request, needs_grad=False), replace(request, needs_grad=True)
+    of_backward = replace(request, needs_grad=True)
     backward_reasons = dict(registry.table(of_backward)) if needs_grad else {}
     # many reasons are the same in both passes
     rows = tuple(
         Row(name, tuple(dict.fromkeys([*reasons, *backward_reasons.get(name, ())])), registry.get(name).capabilities.source)
-        for name, reasons in registry.table(of_forward)
+        for name, reasons in registry.table(request)
     )
-    forward, forward_basis = _taken(of_forward, backend)
+    forward, forward_basis = _taken(request, backend)
     backward, backward_basis = _taken(of_backward, backend) if needs_grad else (None, "")
-    request = of_backward if needs_grad else of_forward
+    request = of_backward if needs_grad else request
     tiles, on_tiles = _tiles(request, backend, pattern, num_positions)
     if "forward" in on_tiles:
         forward, forward_basis = prepare.TILES, "estimated time of the whole call"

@@ -176,8 +176,9 @@ def checked_settings(
     for name in ("is_causal", "return_lse", "deterministic"):
         check.check_bool(name, getattr(options, name))
     sharding, seq_len = checked_sharding(q, k, options, blocks) if is_sharded else ((), 0)
-    branch_options = options.head_offsets, options.branch_heads, options.tail
-    checked = None if branches is None else checked_branches((*branches, *branch_options), q.shape[2])
+    checked = None
+    if branches is not None:
+        checked = checked_branches((*branches, options.head_offsets, options.branch_heads, options.tail), q.shape[2])
     one_of("mixture_grad", options.mixture_grad, ("exact", "detached"))
     one_of("precision", options.precision, PRECISIONS)
     scale = check.check_scale(options.scale, q.shape[3], q.dtype)

@@ -89,15 +89,15 @@ def decode_attention(
                 f"positions reach from {lowest} to {highest}; expected 0 to max_length − 1 = {max_length - 1}: give as max_length how long "
                 "the sequences may become, if the cache keeps their last positions alone"
             )
-    if not B:
+    if B:
+        if isinstance(pattern, BlockPattern):
+            keys.prepare(positions.tolist())
+        runs = keys.runs(positions.to(device=q.device, dtype=torch.int64))
+        cached = Cached(k, v, page_table, wraps=max_length > holds)
+        out, lse = select.decode(q[:, 0], cached, runs, scale, backend, sinks)
+    else:
         # no request, no row
         out, lse = torch.zeros_like(q[:, 0]), q.new_zeros((0, q.shape[2]), dtype=accumulation_dtype(q.dtype))
-        return (out[:, None], lse[..., None]) if return_lse else out[:, None]
-    if isinstance(pattern, BlockPattern):
-        keys.prepare(positions.tolist())
-    runs = keys.runs(positions.to(device=q.device, dtype=torch.int64))
-    cached = Cached(k, v, page_table, wraps=max_length > holds)
-    out, lse = select.decode(q[:, 0], cached, runs, scale, backend, sinks)
     return (out[:, None], lse[..., None]) if return_lse else out[:, None]
 
 

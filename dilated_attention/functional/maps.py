@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from dilated_attention import validation as check
 from dilated_attention.backends.base import accumulation_dtype
+from dilated_attention.backends.mask_convert import repeat_heads
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import without_autocast
 from dilated_attention.engine.ops.settings import DENSE
@@ -231,7 +232,7 @@ def _checked_rows(query_rows: Any, num_queries: int, cu_seqlens: torch.Tensor | 
             raise ValueError(
                 "query_rows is 'cls' and a document of cu_seqlens is empty, so it has no first row; leave it out of cu_seqlens"
             )
-        rows: Sequence[int] = [0] if cu_seqlens is None else starts
+        rows: Sequence[int] = starts
     else:
         if isinstance(query_rows, torch.Tensor) and query_rows.dtype is torch.bool:
             raise TypeError("query_rows is a mask; expected integers: mask.nonzero()[:, 0]")
@@ -314,7 +315,7 @@ def attention_received(
         if given.sinks is not None:
             call["sinks"] = _ordinary(given.sinks, torch.promote_types(given.sinks.dtype, q.dtype))
         # one value head per query head gives one gradient per query head; the gradient does not depend on what the values hold
-        k = k if k.shape[2] == q.shape[2] else k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        k = repeat_heads(k, q.shape[2])
         # a transform around this call does not allow requires_grad_, so vjp is used
         out, pull = torch.func.vjp(lambda v: attend("block_sparse_dilated_attention", call, q, k, v, of_branches, blocks), k)  # type: ignore[misc]
         dout = torch.ones_like(out)

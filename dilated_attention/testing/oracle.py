@@ -68,9 +68,7 @@ def dropout_keep(case: Case, seed: int, device: torch.device | str = "cpu") -> t
 
 def op_seed(case: Case) -> int:
     """Returns the dropout seed that a call draws right after ``torch.manual_seed(case.seed)``."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(case.seed)
-        return int(torch.randint(2**62, (), dtype=torch.int64))
+    return int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(case.seed)))
 
 
 def plain_attention(case: Case, x: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +92,7 @@ def softmax_parts(
     if isinstance(case.pattern, BlockPattern):
         m = m + block_multiplicities(case, x)
     k, v = (y.repeat_interleave(case.heads // case.kv_heads, dim=2) for y in (k, v))
-    s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * _scale_of(case)
+    s_BHNM = torch.einsum("bihd,bjhd->bhij", q, k) * (case.head_dim**-0.5 if case.scale is None else case.scale)
     if case.softcap is not None:
         s_BHNM = case.softcap * (s_BHNM / case.softcap).tanh()
     if x.coordinates is not None and x.slopes is not None:
@@ -139,10 +137,6 @@ def rounded_out_error(case: Case, x: Inputs) -> dict[str, float]:
         # the errors of rows have random signs, so three standard deviations bound their sum
         errors["dslopes"] = 3 * largest((errors_GBHN[..., None] * p_GBHNM * distance).sum((0, 4)).square().sum((0, 2)).sqrt())
     return errors
-
-
-def _scale_of(case: Case) -> float:
-    return case.head_dim**-0.5 if case.scale is None else case.scale
 
 
 def _finite_lse(lse: torch.Tensor) -> torch.Tensor:
