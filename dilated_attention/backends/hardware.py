@@ -182,8 +182,7 @@ class Streams:
         self._side = tuple(_stream(device, index) for index in range(count - 1)) if self._main is not None else ()
 
     def __enter__(self) -> Streams:
-        if self._side:
-            assert self._main is not None
+        if self._main is not None:
             start = self._main.record_event()
             for stream in self._side:
                 stream.wait_event(start)

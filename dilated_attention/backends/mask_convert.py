@@ -20,22 +20,17 @@ def additive_bias(
     """
     padding, band = options.mask.padding, options.mask.band
     P, L, S = q.shape[0], q.shape[1], k.shape[1]
+    blocked = None if padding is None else padding[:, None, :]
     if pairs is not None:
         blocked = ~pairs
-        empty_PL = blocked.all(-1)
-    elif padding is None and band is None:
-        return None, None
     elif band is not None:
-        assert not options.causal, "a band already includes causality"
-        blocked = ~band_mask(band, L, S, q.device)[None]
-        if padding is not None:
-            blocked = blocked | padding[:, None, :]
-        empty_PL = blocked.all(-1)
-    else:
-        assert padding is not None
-        blocked = padding[:, None, :]
-        # causal, of as many queries as keys: row i sees the keys up to i, so it is empty if all of those are padding
-        empty_PL = padding.to(torch.uint8).cummin(-1).values.bool() if options.causal else blocked.all(-1)
+        outside = ~band_mask(band, L, S, q.device)[None]
+        blocked = outside if blocked is None else outside | blocked
+    if blocked is None:
+        return None, None
+    assert not options.causal or (band is None and pairs is None), "a band and pairs already include causality"
+    # causal, of as many queries as keys: row i sees the keys up to i, so it is empty if all of those are padding
+    empty_PL = blocked[:, 0].to(torch.uint8).cummin(-1).values.bool() if options.causal else blocked.all(-1)
     width = -(-S // pad_keys_to) * pad_keys_to
     bias = q.new_zeros((*blocked.shape[:-1], width))[..., :S].masked_fill_(blocked, -torch.inf)
     return bias[:, None].expand(P, 1, -1, -1), empty_PL.expand(P, L)

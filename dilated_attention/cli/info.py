@@ -29,13 +29,11 @@ def add(commands: Any) -> None:
     text = "which backends this machine uses, why, and what would be faster"
     add = add_command(commands, "info", _info, usage="%(prog)s [name] [options]", help=text).add_argument
     add("name", choices=SEARCHED, nargs="?", help="say what to use for this instead")
-    text = "another kind of machine, with every kernel package installed"
-    add("--for", choices=sorted(EXAMPLES), help=text)
+    add("--for", choices=sorted(EXAMPLES), help="another kind of machine, with every kernel package installed")
     add("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
     add("--head-dim", type=size, help="default: 64")
     add("--heads", "--num-heads", dest="num_heads", type=size, help="query heads; default: 8")
-    text = "key/value heads; default: as many as query heads"
-    add("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help=text)
+    add("--kv-heads", "--num-kv-heads", dest="num_kv_heads", type=size, help="key/value heads; default: as many as query heads")
     add("--length", type=count, help="rows of a problem, the largest segment length / rate; default: long")
     add("--precision", choices=PRECISIONS, help="default: native")
     add("--decode", choices=("dense", "sparse"), help="one row over a cache: of every key, or of those that a pattern keeps")

@@ -51,11 +51,9 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     names, add = [*KINDS, *MODEL_PRESETS], parser.add_argument
     add("what", choices=names, metavar="what", help=f"a kind of attention, or a model preset: {', '.join(names)}")
-    text = "positions: 65536, 64k, 1M; several give a table"
-    add("--length", type=size, nargs="+", required=True, metavar="N", help=text)
+    add("--length", type=size, nargs="+", required=True, metavar="N", help="positions: 65536, 64k, 1M; several give a table")
     add("--batch", type=size, default=1, help="sequences at a time; default: 1")
-    text = "default: bfloat16 on a GPU that supports it, float16 on an older one, else float32"
-    add("--dtype", choices=DTYPE_NAMES, help=text)
+    add("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, float16 on an older one, else float32")
     passes = parser.add_mutually_exclusive_group()
     passes.add_argument("--train", action="store_true", help="forward and backward; the default")
     passes.add_argument("--infer", action="store_true", help="forward only; a language model generates")

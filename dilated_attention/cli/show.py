@@ -48,8 +48,7 @@ def add(commands: Any) -> None:
     for preset in MODEL_PRESETS:
         add = add_command(things, preset, _model, help="a model").add_argument
         add("--positions", type=size, nargs="+", help="sequence lengths to report; default: a few orders of magnitude")
-        text = "of the device that it must fit in; default: this machine's GPU, or its RAM"
-        add("--memory", type=bytes_of_gib, metavar="GIB", help=text)
+        add("--memory", type=bytes_of_gib, metavar="GIB", help="of the device that it must fit in; default: this machine's GPU, or its RAM")
 
 
 def _model(args: argparse.Namespace) -> int:

@@ -122,7 +122,7 @@ class Tables:
         make_spans([spans, before, *self.of_pattern], self.index)
         if num_rows:
             make_rows([rows, spans, before, *self.of_pattern], self.index)
-        return spans, *rows.split(*(8 * count for count in self.num_tiles))
+        return spans, rows, rows.after(8 * self.num_tiles[0])
 
 
 def _starts_of(walk: Walk, device: torch.device) -> Tensor:

@@ -55,14 +55,10 @@ class Scratch(NamedTuple):
     def tensor(self) -> Tensor:
         return self.memory[self.start : self.start + self.elements * self.dtype.itemsize].view(self.dtype)
 
-    def split(self, *counts: int) -> list[Scratch]:
-        """Returns consecutive parts of so many elements."""
-        # in bytes; the last one is the end
-        offsets = [elements * self.dtype.itemsize for elements in itertools.accumulate(counts, initial=0)]
-        return [
-            Scratch(self.pointer + offset, self.memory, self.start + offset, count, self.dtype)
-            for offset, count in zip(offsets, counts, strict=False)
-        ]
+    def after(self, elements: int) -> Scratch:
+        """Returns what follows the first ``elements``."""
+        offset = elements * self.dtype.itemsize
+        return Scratch(self.pointer + offset, self.memory, self.start + offset, self.elements - elements, self.dtype)
 
 
 def workspace(device: torch.device, *parts: tuple[int, torch.dtype]) -> list[Scratch]:

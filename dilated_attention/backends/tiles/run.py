@@ -43,7 +43,7 @@ def hopper_launch(p: Prepared, which: str, tensors: Tensors, numbers: Sequence[f
         which: "forward", "query" or "key".
         tensors: (B, N, H, D).
         numbers: the integer and float arguments of the kernel that this one replaces.
-        flags: ZERO_KEYS (forward); OWN and DLSE (query); SHARED, PADDING and DROPOUT (key).
+        flags: PADDING and DROPOUT, which only key may have; ZERO_KEYS (forward); OWN and DLSE (query); SHARED (key).
     """
     of_gpu, D = capability(p.device), p.head_dim
     size = _HOPPER_SIZES.get((which, next((width for width in (48, 64, 128) if width >= D), 0)))
@@ -80,8 +80,7 @@ def _tile_launch(
     """
     of_keys = which == "key"
     if tensors is not None and not masks["BIAS"] and (of_keys or not any(masks.values())):
-        of_hopper = {name: masks[name] for name in ("PADDING", "DROPOUT")} if of_keys else {}
-        hopper = hopper_launch(p, which, tensors, numbers, {**flags, **of_hopper})
+        hopper = hopper_launch(p, which, tensors, numbers, {**flags, "PADDING": masks["PADDING"], "DROPOUT": masks["DROPOUT"]})
         if hopper is not None:
             return hopper
     size = sizes(which, p.head_dim, p.dtype, p.longest, p.device, masks["DROPOUT"])

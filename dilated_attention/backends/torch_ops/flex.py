@@ -72,18 +72,17 @@ class FlexBackend(Backend):
             # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         with _autograd_inside_an_op():
-            inputs = (q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_())
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             part_out, part_lse = _flex(*inputs, options, keys)
-            out_PGLD, dout_PGLD = out.transpose(1, 2), dout.transpose(1, 2)
+            out_PGLD, dout_PGLD = (x.transpose(1, 2).float() for x in (out, dout))
             with torch.no_grad():
                 weight = (part_lse - lse).exp()
-                difference = part_out.float() - out_PGLD.float()
-                lse_grad = (dout_PGLD.float() * difference).sum(-1)
+                lse_grad = (dout_PGLD * (part_out.float() - out_PGLD)).sum(-1)
                 if dlse is not None:
                     lse_grad = lse_grad + dlse
-                out_grad = (dout_PGLD.float() * weight[..., None]).to(part_out.dtype)
-            grads = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
-        return grads[0], grads[1], grads[2]
+                out_grad = (dout_PGLD * weight[..., None]).to(part_out.dtype)
+            dq, dk, dv = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
+        return dq, dk, dv
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, options: Options, lists: BlockLists | None) -> Result:
