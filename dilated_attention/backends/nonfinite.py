@@ -115,13 +115,13 @@ class ContainedBackend(Backend):
         # a bad value shows in out; a bad key with a score of −inf need not
         if q.device.type != "cpu" or all_finite(out, k):
             return out, lse
-        bad_k, bad_v = ~_rows_finite(k), ~v.isfinite()
+        bad_k, bad_v = _bad(k), ~v.isfinite()
         if not (bool(bad_k.any()) or bool(bad_v.any())):
             return out, lse
         clean_out, clean_lse = self.raw_forward(q, _without(k, bad_k), _without(v, bad_v), options, pairs)
         # a value only affects its own channel
-        out = torch.where(_readers(self.raw_forward, q, bad_v, options, pairs), out, clean_out)
-        spoilt = _readers(self.raw_forward, q, bad_k, options, pairs)
+        out = torch.where(self._readers(q, bad_v, options, pairs), out, clean_out)
+        spoilt = self._readers(q, bad_k, options, pairs)
         return out.masked_fill(spoilt, torch.nan), clean_lse.masked_fill(spoilt[..., 0].transpose(1, 2), torch.nan)
 
     def dense_backward(
@@ -136,12 +136,12 @@ class ContainedBackend(Backend):
         masked = options.causal or pairs is not None or not options.mask.is_trivial
         if q.device.type != "cpu" or not masked or all_finite(dq, dk, dv):
             return dq, dk, dv
-        bad_keys = ~(_rows_finite(k) & _rows_finite(v))
-        bad_rows = ~(_rows_finite(q) & _rows_finite(dout) & _rows_finite(out))
+        bad_keys = _bad(k) | _bad(v)
+        bad_rows = _bad(q) | _bad(dout) | _bad(out)
         of_lse = ~lse.isfinite() if dlse is None else ~(lse.isfinite() & dlse.isfinite())
         # +inf marks a row that takes no part, so nothing in it has an effect
         idle = (lse == torch.inf).transpose(1, 2)[..., None]
-        bad_rows |= of_lse.transpose(1, 2)[..., None] | _readers(self.raw_forward, q, bad_keys, options, pairs)
+        bad_rows |= of_lse.transpose(1, 2)[..., None] | self._readers(q, bad_keys, options, pairs)
         zeroed, reached_rows = bad_rows | idle, bad_rows & ~idle
         if not (bool(zeroed.any()) or bool(bad_keys.any())):
             return dq, dk, dv
@@ -154,9 +154,9 @@ class ContainedBackend(Backend):
             # a backward adds to the slopes' gradient in place
             slopes.copy_(before)
         grads = self.raw_backward(clean_dout, clean_q, clean_k, clean_v, clean_out, clean_lse, options, clean_dlse, pairs)
-        reached_keys = _read(self.raw_backward, k, reached_rows, options, pairs)
+        reached_keys = self._read(k, reached_rows, options, pairs)
         # a row that reads no real key (it may read zero keys) has no dq
-        reading = _readers(self.raw_forward, q, torch.ones_like(bad_keys), options, pairs)
+        reading = self._readers(q, torch.ones_like(bad_keys), options, pairs)
         if slopes is not None:
             slopes.masked_fill_((reached_rows & reading).any(-1).flatten(0, 1).any(0), torch.nan)
         return (
@@ -165,34 +165,31 @@ class ContainedBackend(Backend):
             torch.where(reached_keys, dv, grads[2]),
         )
 
+    def _readers(self, q: Tensor, keys: Tensor, options: Options, pairs: Tensor | None) -> Tensor:
+        """Returns bool (P, L, G, E): the rows that read one of ``keys``, bool (P, S, K, E)."""
+        # all scores are equal, so every key that a row reads has a nonzero weight
+        value = keys.to(accumulation_dtype(q.dtype), memory_format=torch.contiguous_format, copy=True)
+        zeros_q, zeros_k = value.new_zeros((*q.shape[:3], keys.shape[3])), torch.zeros_like(value)
+        return self.raw_forward(zeros_q, zeros_k, value, replace(options, dropout=None, bias=None), pairs)[0] != 0
+
+    def _read(self, k: Tensor, rows: Tensor, options: Options, pairs: Tensor | None) -> Tensor:
+        """Returns bool (P, S, K, 1): the keys that one of ``rows``, bool (P, L, G, 1), reads."""
+        dout = rows.to(accumulation_dtype(k.dtype), memory_format=torch.contiguous_format, copy=True)
+        zeros_q, zeros_k = torch.zeros_like(dout), dout.new_zeros((*k.shape[:3], 1))
+        # an lse of +inf gives the other rows the weight 0
+        lse = torch.where(rows, 0.0, torch.inf).to(dout.dtype)[..., 0].transpose(1, 2)
+        options = replace(options, dropout=None, bias=None)
+        return self.raw_backward(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, options, None, pairs)[2] != 0
+
 
 def _without(x: Tensor, where: Tensor) -> Tensor:
     """Returns a copy of x with zeros ``where``, with last stride 1, as kernels require."""
     return x.clone(memory_format=torch.contiguous_format).masked_fill_(where, 0)
 
 
-def _rows_finite(x: Tensor) -> Tensor:
-    """Returns bool (…, 1): whether all elements of a row are finite."""
-    return x.isfinite().all(-1, keepdim=True)
-
-
-def _readers(raw: RawForward, q: Tensor, keys: Tensor, options: Options, pairs: Tensor | None) -> Tensor:
-    """Returns bool (P, L, G, E): the rows that read one of ``keys``, bool (P, S, K, E)."""
-    # all scores are equal, so every key that a row reads has a nonzero weight
-    value = keys.to(accumulation_dtype(q.dtype), memory_format=torch.contiguous_format, copy=True)
-    zeros_q, zeros_k = value.new_zeros((*q.shape[:3], keys.shape[3])), torch.zeros_like(value)
-    found: Tensor = raw(zeros_q, zeros_k, value, replace(options, dropout=None, bias=None), pairs)[0] != 0
-    return found
-
-
-def _read(raw: RawBackward, k: Tensor, rows: Tensor, options: Options, pairs: Tensor | None) -> Tensor:
-    """Returns bool (P, S, K, 1): the keys that one of ``rows``, bool (P, L, G, 1), reads."""
-    dout = rows.to(accumulation_dtype(k.dtype), memory_format=torch.contiguous_format, copy=True)
-    zeros_q, zeros_k = torch.zeros_like(dout), dout.new_zeros((*k.shape[:3], 1))
-    # an lse of +inf gives the other rows the weight 0
-    lse = torch.where(rows, 0.0, torch.inf).to(dout.dtype)[..., 0].transpose(1, 2)
-    found: Tensor = raw(dout, zeros_q, zeros_k, zeros_k, zeros_q, lse, replace(options, dropout=None, bias=None), None, pairs)[2] != 0
-    return found
+def _bad(x: Tensor) -> Tensor:
+    """Returns bool (…, 1): whether some element of a row is not finite."""
+    return ~x.isfinite().all(-1, keepdim=True)
 
 
 class GatherProblems(NamedTuple):
