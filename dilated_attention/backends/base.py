@@ -219,8 +219,8 @@ class Bounds(NamedTuple):
     most_keys: int
 
 
-# which keys a launch's rows may see: those of their sequence, or those that lists keep
-Keys = Bounds | BlockLists
+# which keys a launch's rows may see: those of their sequence, those that lists keep, or all of their problem
+Keys = Bounds | BlockLists | None
 # where results go, of any strides (the last one 1); None where that is left to what computes them
 Views = tuple[Tensor | None, ...]
 # what a pass returns: (out, lse), or (dq, dk, dv)
@@ -254,7 +254,7 @@ class Backend(ABC):
         return []
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, *, out: Views = (None, None)) -> Result:
         """Returns (out (P, L, G, D) in q's dtype, lse (P, G, L) float32 (float64 for float64), natural logarithm).
 
         A row without keys has lse −inf and out 0, whatever the library itself returns for it.
@@ -265,7 +265,7 @@ class Backend(ABC):
 
     @abstractmethod
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
     ) -> Grads:  # fmt: skip
         """Returns the contributions (dq, dk, dv), in q's dtype or float32.

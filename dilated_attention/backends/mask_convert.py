@@ -45,16 +45,16 @@ def clear_empty_rows(out_PLGD: Tensor, lse_PGL: Tensor, empty_PL: Tensor | None)
 
 def flash_sides(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
     """Returns ``window_sizes`` as FlashAttention 2 and 3 take them, with −1 for unbounded."""
-    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    left, right = window_sizes(options, q, k)
     return -1 if left is None else left, -1 if right is None else right
 
 
-def window_sizes(options: Options, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+def window_sizes(options: Options, q: Tensor, k: Tensor) -> tuple[int | None, int | None]:
     """Returns (left, right) in flash-attn's convention: relative to the diagonal that ends at the last query and last key."""
     if options.mask.band is None:
         return None, None
     lowest, highest = options.mask.band
-    diagonal = num_keys - num_queries
+    diagonal = k.shape[1] - q.shape[1]
     left = None if lowest is None else diagonal - lowest
     right = None if highest is None else highest - diagonal
     assert (left is None or left >= 0) and (right is None or right >= 0), "a plan clips keys so that the diagonal is in the band"

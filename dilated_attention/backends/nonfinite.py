@@ -59,7 +59,7 @@ class ContainedBackend(Backend):
     raw_forward: RawForward
     raw_backward: RawBackward
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         if keys is None:
             return self.dense_forward(q, k, v, options)
         assert isinstance(keys, BlockLists)
@@ -82,7 +82,7 @@ class ContainedBackend(Backend):
         return out.flatten(1, 2)[:, :Nq].contiguous(), lse.flatten(2)[:, :, :Nq].contiguous()
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         """Returns (dq, dk, dv); of lists, dk and dv in float32 (float64 for float64)."""

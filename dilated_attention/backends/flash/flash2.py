@@ -28,7 +28,7 @@ class Flash2Backend(Backend):
         source="H200, torch 2.11, flash-attn 2.8.3 built for head dims to 128: 326/301 TFLOP/s forward/backward at D = 64, 391/320 at 128",
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         assert keys is None, "takes neither documents nor lists of blocks"
         left, right = flash_sides(options, q, k)
         out, lse, *_ = _interface()._flash_attn_forward(
@@ -39,7 +39,7 @@ class Flash2Backend(Backend):
         return out, lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None

@@ -45,7 +45,7 @@ class Flash3Backend(Backend):
             return [f"its deterministic backward takes head_dim up to 192, not {request.head_dim}"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, *, out: Views = (None, None)) -> Result:
         # the op always makes a new tensor for lse
         out_view, _ = out
         if isinstance(keys, Bounds):
@@ -58,7 +58,7 @@ class Flash3Backend(Backend):
         return result if out_view is None else out_view, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
     ) -> Grads:  # fmt: skip
         # its capabilities declare no gradient of lse

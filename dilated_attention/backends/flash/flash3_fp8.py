@@ -73,7 +73,7 @@ class Flash3Fp8Backend(Backend):
             return ['its forward gives no gradients: call it under torch.no_grad(), or train with precision="native"']
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         assert keys is None
         (P, L, G, D), (S, K) = q.shape, k.shape[1:3]
         assert not options.causal or L == S

@@ -21,7 +21,7 @@ from dilated_attention.backends.base import FLASH, AttentionRequest, Backend, Gr
 from dilated_attention.backends.flash.flash4_launch_cache import replay_backward, replay_forward
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.mask_convert import window_sizes
-from dilated_attention.pattern.blocks.block_lists import BlockLists
+from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 from dilated_attention.pattern.blocks.whole_blocks import elements_of
 
 # launches over parts of the columns that run side by side; each additional one takes memory for its dq
@@ -51,7 +51,7 @@ class Flash4Backend(Backend):
         install='pip install --pre "flash-attn-4[cu13]"',
         softcap=True,
         lse_grad=True,
-        block_sizes=frozenset({(64, 64), (64, 128), (128, 64), (128, 128)}),
+        block_sizes=BLOCK_SIZES,
         block_masks=frozenset({"none", "interval"}),
         writes_views=True,
         source="H200, flash-attn-4 4.0.0b36: 530/525 TFLOP/s forward/backward at D = 64, 700/620 at 128",
@@ -89,12 +89,12 @@ class Flash4Backend(Backend):
                 reasons.append("its backward over lists of blocks is not deterministic here")
         return reasons
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, *, out: Views = (None, None)) -> Result:
         interface, (out_view, lse_view) = _interface(), out
         if keys is not None:
             assert isinstance(keys, BlockLists)
             return forward_blocks(interface, q, k, v, keys, options, out_view)
-        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        left, right = window_sizes(options, q, k)
         # the kernel writes lse in rows of stride 1
         lse_rows = lse_view if lse_view is not None and lse_view.stride(-1) == 1 else new_lse(q)
         (result,) = new_results((out_view,), (q,))
@@ -110,14 +110,14 @@ class Flash4Backend(Backend):
         return result, lse_rows
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
     ) -> Grads:  # fmt: skip
         interface = _interface()
         if keys is not None:
             assert isinstance(keys, BlockLists)
             return backward_blocks(interface, (dout, q, k, v, out, lse), keys, options, dlse, grads[0])
-        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        left, right = window_sizes(options, q, k)
         lse = _with_dense_rows(lse, q.shape[-1])
         dlse = None if dlse is None else _with_dense_rows(dlse, q.shape[-1])
         dq, dk, dv = new_results(grads, (q, k, v))

@@ -37,7 +37,7 @@ class XformersBackend(Backend):
             return ["takes windows in half precision only, not in float32"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         assert keys is None
         fmha, kernels = _fmha(q.dtype)
         q, k, v = (_aligned(repeat_heads(x, q.shape[2])) for x in (q, k, v))
@@ -48,7 +48,7 @@ class XformersBackend(Backend):
         return out, lse if options.mask.band is None else lse.masked_fill(lse == torch.inf, -torch.inf)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
@@ -70,7 +70,7 @@ def _fmha(dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _bias(fmha: Any, options: Options, q: Tensor, k: Tensor) -> Any:
-    left, right = window_sizes(options, q.shape[1], k.shape[1])
+    left, right = window_sizes(options, q, k)
     if left is None and right is None:
         return fmha.attn_bias.LowerTriangularFromBottomRightMask() if options.causal else None
     assert not options.causal, "a band already includes causality"

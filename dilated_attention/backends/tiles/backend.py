@@ -26,7 +26,7 @@ from dilated_attention.backends.base import (
 )
 from dilated_attention.backends.dropout import Words
 from dilated_attention.backends.hardware import on_device
-from dilated_attention.backends.tiles.table import LARGE_MEMORY, head_blocks, sizes
+from dilated_attention.backends.tiles.table import LARGE_MEMORY, head_blocks, sizes, strides_of
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES, BlockLists
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class TilesBackend(Backend):
             return [f"float32 with head_dim {request.head_dim} spills registers; head_dim up to {_MAX_FLOAT32} does not"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, *, out: Views = (None, None)) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, *, out: Views = (None, None)) -> Result:
         from dilated_attention.backends.tiles import run
 
         assert keys is None
@@ -91,7 +91,7 @@ class TilesBackend(Backend):
         return result, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, grads: Views = (None, None, None),
     ) -> Grads:  # fmt: skip
         from dilated_attention.backends.tiles import run
@@ -158,7 +158,7 @@ class TritonBlocksBackend(Backend):
             return [f"float32 with head_dim {request.head_dim} needs more shared memory than {limit} has; head_dim up to 128 does not"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         """Computes the softmax attention over the kept pairs.
 
         Args:
@@ -182,7 +182,7 @@ class TritonBlocksBackend(Backend):
             # words of dropout (a, c, b), bias
             unread, unread, unread, unread,
             # strides, of padding those of batch and branch
-            *_strides(q, k, v, out), padding.stride(0), 0,
+            *strides_of(q, k, v, out), padding.stride(0), 0,
             # num_batches … part_rows, then direct, left, right
             *_sizes_of(q, k), 0, 0, 0,
             # scale, threshold and keep_scale of dropout
@@ -192,7 +192,7 @@ class TritonBlocksBackend(Backend):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         """Computes the contributions of the kept pairs to the gradients of a softmax, of which these pairs may be only a part.
@@ -225,7 +225,7 @@ class TritonBlocksBackend(Backend):
             # words of dropout (a, c, b), bias
             unread, unread, unread, unread,
             # strides, of dlse (B, H, Nq) in the order of the others, of padding those of batch and branch
-            *_strides(q, k, v, out, dout, dq), *((0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))),
+            *strides_of(q, k, v, out, dout, dq), *((0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))),
             padding.stride(0), 0,
             num_batches, num_heads, group, *lengths, *last,
         )  # fmt: skip
@@ -236,7 +236,7 @@ class TritonBlocksBackend(Backend):
             padding,
             # word b of dropout, bias
             unread, unread,
-            *_strides(q, k, v, dout, dk, dv), padding.stride(0),
+            *strides_of(q, k, v, dout, dk, dv), padding.stride(0),
             num_batches, num_heads, num_heads // group, group, *lengths, *last,
         )  # fmt: skip
         query_launch = _launch("query", query_kernel, q, k, options, keys, of_queries, OWN=False, DLSE=dlse is not None)
@@ -385,8 +385,3 @@ def _launch(
     }  # fmt: skip
     kind = which, q.device, q.dtype, D, size, is_padded, *flags.values()
     return _Launch(kernel, num_lists * parts * B * heads, q.device, kind, arguments, constants)
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Returns the strides of batch, token and head of each tensor."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])

@@ -16,7 +16,7 @@ from dilated_attention.backends.tiles.backward import key_kernel, query_kernel
 from dilated_attention.backends.tiles.call import Prepared
 from dilated_attention.backends.tiles.forward import forward_kernel
 from dilated_attention.backends.tiles.launch import KernelLaunch, workspace
-from dilated_attention.backends.tiles.table import all_aligned, sizes, step_of
+from dilated_attention.backends.tiles.table import all_aligned, sizes, step_of, strides_of
 
 Tensors = tuple[Tensor, ...]
 _LOG2_E = 1.4426950408889634
@@ -115,7 +115,7 @@ def forward(
         B, H, call = p.batch, p.num_heads, p.call
         threshold, keep_scale = _drawing(dropout_p)
         numbers = (
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *_pad_strides(p, padding),
+            *strides_of(q, k, v, out), *_pad_strides(p, padding),
             B, H, p.group, p.q_first, call.walk.queries[1], p.num_queries, p.num_keys, p.part_rows, call.walk.direct, *p.bounds,
             call.scale * _LOG2_E, threshold, keep_scale,
         )  # fmt: skip

@@ -189,53 +189,53 @@ def head_blocks(head_dim: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
-# By kernel ("forward", "query" for dq, "key" for dk and dv), dtype class and head dim rounded up. These are the fastest of a sweep on an
-# H200 with Triton 3.6 (benchmarks/results/2026-11-22-h200/tiles.md)
+# ``TileSizes`` by kernel ("forward", "query" for dq, "key" for dk and dv), dtype class and head dim rounded up. These are the fastest of a
+# sweep on an H200 with Triton 3.6 (benchmarks/results/2026-11-22-h200/tiles.md)
 _SIZES = {
-    ("forward", "half", 64): TileSizes(128, 64, 4, 3),
-    ("query", "half", 64): TileSizes(64, 64, 4, 3),
-    ("key", "half", 48): TileSizes(128, 32, 4, 2),
-    ("key", "half", 64): TileSizes(64, 32, 4, 3),
-    ("forward", "half", 128): TileSizes(64, 64, 4, 3),
-    ("query", "half", 128): TileSizes(64, 64, 4, 2),
-    ("key", "half", 128): TileSizes(64, 32, 4, 2),
-    ("forward", "half", 256): TileSizes(64, 64, 8, 2),
-    ("query", "half", 256): TileSizes(64, 32, 8, 2),
-    ("key", "half", 256): TileSizes(64, 32, 8, 1),
+    ("forward", "half", 64): (128, 64, 4, 3),
+    ("query", "half", 64): (64, 64, 4, 3),
+    ("key", "half", 48): (128, 32, 4, 2),
+    ("key", "half", 64): (64, 32, 4, 3),
+    ("forward", "half", 128): (64, 64, 4, 3),
+    ("query", "half", 128): (64, 64, 4, 2),
+    ("key", "half", 128): (64, 32, 4, 2),
+    ("forward", "half", 256): (64, 64, 8, 2),
+    ("query", "half", 256): (64, 32, 8, 2),
+    ("key", "half", 256): (64, 32, 8, 1),
     # blocks of 16 with 8 warps read out of bounds with Triton 3.6
-    ("forward", "float32", 64): TileSizes(128, 64, 8, 2),
-    ("query", "float32", 64): TileSizes(128, 32, 8, 2),
-    ("key", "float32", 64): TileSizes(128, 32, 8, 2),
-    ("forward", "float32", 128): TileSizes(128, 32, 8, 1),
-    ("query", "float32", 128): TileSizes(32, 32, 4, 1),
-    ("key", "float32", 128): TileSizes(32, 32, 4, 1),
+    ("forward", "float32", 64): (128, 64, 8, 2),
+    ("query", "float32", 64): (128, 32, 8, 2),
+    ("key", "float32", 64): (128, 32, 8, 2),
+    ("forward", "float32", 128): (128, 32, 8, 1),
+    ("query", "float32", 128): (32, 32, 4, 1),
+    ("key", "float32", 128): (32, 32, 4, 1),
 }
 # Replacements for lists of blocks. Of half precision: the fastest on an H200 with random blocks of 128x128 at 10 %. Of float32, whose
 # products are exact here and take more registers: chosen by the output of ptxas, not timed
 _LIST_SIZES = {
-    ("key", "half", 64): TileSizes(64, 64, 4, 3),
-    ("query", "half", 128): TileSizes(128, 64, 8, 3),
-    ("key", "half", 128): TileSizes(128, 64, 8, 3),
-    ("forward", "float32", 64): TileSizes(64, 64, 8, 2),
-    ("query", "float32", 64): TileSizes(64, 32, 8, 2),
-    ("key", "float32", 64): TileSizes(64, 32, 8, 2),
-    ("forward", "float32", 128): TileSizes(64, 32, 8, 2),
-    ("query", "float32", 128): TileSizes(64, 32, 8, 2),
-    ("key", "float32", 128): TileSizes(32, 64, 8, 2),
-    ("forward", "float32", 256): TileSizes(16, 32, 8, 2),
-    ("query", "float32", 256): TileSizes(32, 32, 8, 2),
-    ("key", "float32", 256): TileSizes(32, 16, 8, 2),
+    ("key", "half", 64): (64, 64, 4, 3),
+    ("query", "half", 128): (128, 64, 8, 3),
+    ("key", "half", 128): (128, 64, 8, 3),
+    ("forward", "float32", 64): (64, 64, 8, 2),
+    ("query", "float32", 64): (64, 32, 8, 2),
+    ("key", "float32", 64): (64, 32, 8, 2),
+    ("forward", "float32", 128): (64, 32, 8, 2),
+    ("query", "float32", 128): (64, 32, 8, 2),
+    ("key", "float32", 128): (32, 64, 8, 2),
+    ("forward", "float32", 256): (16, 32, 8, 2),
+    ("query", "float32", 256): (32, 32, 8, 2),
+    ("key", "float32", 256): (32, 16, 8, 2),
 }
 # replacements for sizes that do not fit where a program has 99 KiB of shared memory (sm_86, sm_89, sm_120); chosen by the output of ptxas,
 # not timed
 _SMALL_SIZES = {
-    ("forward", "half", 256): TileSizes(64, 32, 8, 2),
-    ("query", "half", 256): TileSizes(32, 32, 4, 2),
-    ("key", "half", 256): TileSizes(32, 32, 8, 1),
-    ("forward", "float32", 64): TileSizes(64, 32, 4, 2),
-    ("query", "float32", 64): TileSizes(64, 32, 8, 1),
-    ("key", "float32", 64): TileSizes(64, 32, 8, 1),
-    ("forward", "float32", 128): TileSizes(64, 32, 8, 1),
+    ("forward", "half", 256): (64, 32, 8, 2),
+    ("query", "half", 256): (32, 32, 4, 2),
+    ("key", "half", 256): (32, 32, 8, 1),
+    ("forward", "float32", 64): (64, 32, 4, 2),
+    ("query", "float32", 64): (64, 32, 8, 1),
+    ("key", "float32", 64): (64, 32, 8, 1),
+    ("forward", "float32", 128): (64, 32, 8, 1),
 }
 
 
@@ -253,7 +253,7 @@ def sizes(
     of_gpu = capability(device)
     small = of_gpu is not None and of_gpu not in LARGE_MEMORY
     table = _SIZES | (_LIST_SIZES if lists else {}) | (_SMALL_SIZES if small else {})
-    size = table[min((key for key in table if key[:2] == (which, kind) and key[2] >= width), key=lambda key: key[2])]
+    size = TileSizes(*table[min((key for key in table if key[:2] == (which, kind) and key[2] >= width), key=lambda key: key[2])])
     if dropout and which == "query":
         # the dropout decisions are held in registers, so smaller blocks take 11 % less time on an H200
         size = size._replace(block=32)
@@ -316,3 +316,8 @@ def aligned_bytes(elements: int, dtype: torch.dtype) -> int:
 
 def scratch_bytes(parts: Iterable[tuple[int, torch.dtype]]) -> int:
     return sum(aligned_bytes(*part) for part in parts)
+
+
+def strides_of(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides of batch, token and head of each tensor."""
+    return tuple(stride for x in tensors for stride in x.stride()[:3])

@@ -52,7 +52,7 @@ class FlexBackend(Backend):
     def more_reasons(self, request: AttentionRequest) -> list[str]:
         return [f"head_dim is at least 16, not {request.head_dim}"] if request.head_dim < 16 else []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         assert keys is None or isinstance(keys, BlockLists)
         with torch.no_grad():
             part_out, lse = _flex(q, k, v, options, keys)
@@ -64,7 +64,7 @@ class FlexBackend(Backend):
         return clear_empty_rows(part_out, lse, empty)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         assert keys is None or isinstance(keys, BlockLists)

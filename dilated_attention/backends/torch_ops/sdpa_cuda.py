@@ -35,9 +35,9 @@ class SdpaFlashBackend(Backend):
             return ["its backward is deterministic only under torch.use_deterministic_algorithms(True)"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         assert keys is None
-        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        left, right = window_sizes(options, q, k)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, options.causal, False, scale=options.scale, window_size_left=left,
             window_size_right=right,
@@ -45,11 +45,11 @@ class SdpaFlashBackend(Backend):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
-        left, right = window_sizes(options, q.shape[1], k.shape[1])
+        left, right = window_sizes(options, q, k)
         no_dropout = q.new_zeros(2, dtype=torch.uint64)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, options.causal, no_dropout, no_dropout,
@@ -91,7 +91,7 @@ class SdpaCudnnBackend(Backend):
             reasons.append(f"at most {_MAX_GRID} heads, not {request.num_heads}")
         return reasons
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         assert keys is None
         if k.shape[1] == 1:
             return _MATH.forward(q, k, v, options)
@@ -101,7 +101,7 @@ class SdpaCudnnBackend(Backend):
         return out.transpose(1, 2), lse.view(lse.shape[:3])
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
@@ -144,7 +144,7 @@ class SdpaEfficientBackend(Backend):
             return [f"head_dim must be a multiple of 8 in half precision, not {request.head_dim}"]
         return []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys | None = None, **__: Views) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options, keys: Keys = None, **__: Views) -> Result:
         assert keys is None
         bias, empty_PL = _aligned_bias(q, k, options)
         k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
@@ -154,7 +154,7 @@ class SdpaEfficientBackend(Backend):
         return clear_empty_rows(out.transpose(1, 2), lse[..., : q.shape[1]], empty_PL)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys | None = None, *,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, keys: Keys = None, *,
         dlse: Tensor | None = None, **__: Views,
     ) -> Grads:  # fmt: skip
         assert keys is None and dlse is None
