@@ -65,9 +65,9 @@ class Attention(nn.Module):
         self.sinks = None
         if sinks:
             # without num_heads, the first call or a loaded state says how many heads there are, as in torch's lazy modules
-            lazy = nn.UninitializedParameter()
-            heads = None if num_heads is None else as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
-            self.sinks = lazy if heads is None else nn.Parameter(torch.zeros(heads))
+            self.sinks = nn.UninitializedParameter()
+            if num_heads is not None:
+                self.sinks = nn.Parameter(torch.zeros(as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)))
             self.register_load_state_dict_pre_hook(_make_loaded_sinks)
         # the arguments of ``function`` that say the pattern; without those that have their default
         self._pattern_arguments: dict[str, Any] = {}

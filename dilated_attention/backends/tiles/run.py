@@ -174,20 +174,19 @@ def backward(
         masks, drawing = _masks(padding, dropout_p, bias), (p.call.scale * _LOG2_E, p.call.scale, *_drawing(dropout_p))
         aligned_tensors = shapes if aligned else None
         walk, heads, range_ = p.call.walk, (p.batch, p.num_heads), (p.group, p.q_first, p.call.walk.queries[1], p.num_queries, p.num_keys)
-        q_, k_, v_, dout_, out_, *grads_ = (x.stride()[:3] for x in shapes)
         dlse_ = (0, 0, 0) if dlse is None else (dlse.stride(0), dlse.stride(2), dlse.stride(1))
         numbers = (
-            *q_, *k_, *v_, *out_, *dout_, *grads_[0], *dlse_, *_pad_strides(p, padding), *heads, *range_, p.part_rows, p.delta_rows,
+            *strides_of(q, k, v, out, dout, grads[0]), *dlse_, *_pad_strides(p, padding), *heads, *range_, p.part_rows, p.delta_rows,
             walk.direct, *p.bounds, *drawing,
         )  # fmt: skip
         flags = {"OWN": parts is not None, "DLSE": dlse is not None}
         of_queries = _tile_launch(p, "query", query_kernel, numbers, flags, masks, aligned_tensors)
         numbers = (
-            *q_, *k_, *v_, *dout_, *grads_[1], *grads_[2], 0 if padding is None else padding.stride(0), *heads, p.kv_heads, *range_,
+            *strides_of(q, k, v, dout, *grads[1:]), 0 if padding is None else padding.stride(0), *heads, p.kv_heads, *range_,
             p.key_part_rows, p.delta_rows, walk.key_direct, *p.bounds, *drawing,
         )  # fmt: skip
         of_keys = _tile_launch(p, "key", key_kernel, numbers, {"SHARED": p.shared}, masks, aligned_tensors)
-        launches = p.launches[key] = of_queries, of_keys, combine_launch(p, *(_of_entries(p, x) for x in grads_))
+        launches = p.launches[key] = of_queries, of_keys, combine_launch(p, *(_of_entries(p, x.stride()) for x in grads))
     stats, *sums = workspace(q.device, *p.extent.backward(q.dtype, dropout=words is not None, bias=bias is not None))
     # a direct branch alone writes the results themselves
     q_parts, k_parts, v_parts = (x if x.elements else grad for x, grad in zip(sums, grads, strict=True))

@@ -72,8 +72,8 @@ class FlexBackend(Backend):
             # a row without keys has the weight exp(−inf − lse), which is 0 with an lse of +inf and NaN with −inf
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         with _autograd_inside_an_op():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            part_out, part_lse = _flex(*inputs, options, keys)
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            part_out, part_lse = _flex(q, k, v, options, keys)
             out_PGLD, dout_PGLD = (x.transpose(1, 2).float() for x in (out, dout))
             with torch.no_grad():
                 weight = (part_lse - lse).exp()
@@ -81,7 +81,7 @@ class FlexBackend(Backend):
                 if dlse is not None:
                     lse_grad = lse_grad + dlse
                 out_grad = (dout_PGLD * weight[..., None]).to(part_out.dtype)
-            dq, dk, dv = torch.autograd.grad((part_out, part_lse), inputs, (out_grad, (weight * lse_grad).to(part_lse.dtype)))
+            dq, dk, dv = torch.autograd.grad((part_out, part_lse), (q, k, v), (out_grad, (weight * lse_grad).to(part_lse.dtype)))
         return dq, dk, dv
 
 
