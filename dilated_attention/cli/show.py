@@ -68,7 +68,7 @@ def _pattern(args: argparse.Namespace) -> int:
     image = None if args.image is None else picture_file("--image", args.image)
     told = figures(pattern, args.length, args.heads, is_causal=args.causal)
     if image is not None:
-        cell = 1 if args.length <= _PIXELS else cell_size(pattern, args.length, _PIXELS)
+        cell = cell_size(pattern, args.length, _PIXELS)
         draw(pattern, args.length, args.heads, cell=cell, is_causal=args.causal, path=str(image))
         told["image"] = str(image)
     if args.json:
