@@ -147,6 +147,11 @@ def problems_at_once(
     return max(1, count)
 
 
+def entries_at_once(tensors: Sequence[Tensor], capabilities: Capabilities) -> int:
+    """Returns how many batch entries of these tensors a launch takes, at least one."""
+    return problems_at_once(tensors[0].shape[0], [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
+
+
 def narrowed(tensors: tuple[Tensor, ...], num_heads: int, heads: Range, batch: slice = _ALL, positions: slice = _ALL) -> tuple[Tensor, ...]:
     """Returns views of some batch entries, positions and heads, or of the corresponding key/value heads where a tensor has only those."""
     return tuple([x[batch, positions, slice(*[head * x.shape[2] // num_heads for head in heads])] for x in tensors])

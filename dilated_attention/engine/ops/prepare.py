@@ -21,7 +21,7 @@ import torch
 from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabilities, Hardware, Options, detect, rates, registry
 from dilated_attention.backends.base import Mask
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
-from dilated_attention.engine.branches.launches import PART_BYTES
+from dilated_attention.engine.branches.launches import PART_BYTES, entries_at_once
 from dilated_attention.engine.branches.places import layout_of, stages_of
 from dilated_attention.engine.branches.problems import Range, Shape, offsets_of
 from dilated_attention.engine.branches.run_tiles import head_bytes
@@ -153,14 +153,8 @@ def _try_one_launch(plan: Plan, tensors: Tensors, is_fused: bool) -> bool:
     problem = problems.problems[0] if len(problems.problems) == 1 and problems.covered else None
     if problem is None or problem.segments > 1 or problem.step > 1 or problem.zero_keys:
         return False
-    if (problem.k_start, problem.k_start + problem.k_len) != plan.shape.keys:
+    if (problem.k_start, problem.k_start + problem.k_len) != plan.shape.keys or entries_at_once(tensors, can) < plan.size[0]:
         return False
-    if can.max_batch is not None and plan.size[0] > can.max_batch:
-        return False
-    if can.max_extent is not None:
-        extents = [1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)]) for x in tensors]
-        if max(extents) > can.max_extent:
-            return False
     plan.one_launch, plan.options = True, replace(plan.options, causal=problem.causal, mask=Mask(None, problem.band))
     return True
 

@@ -107,9 +107,8 @@ class ResolvedCall(ABC):
 
     def run_forward(self, inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """``forward`` and the sinks, without autocast, and with an explanation if memory runs out."""
-        q, is_local = inputs.q, not self.settings.sharding
-        call = self.with_documents(inputs.cu_seqlens, inputs.k.shape[1]) if is_local else self
-        if is_local and not q.numel():
+        q, call = inputs.q, self.with_documents(inputs.cu_seqlens, inputs.k.shape[1])
+        if not (q.numel() or self.settings.sharding):
             out, lse, saved = new_like(q), new_lse(q).fill_(-torch.inf), None
         else:
             bias = bias_of(inputs, self.settings.query_offset)
@@ -127,10 +126,9 @@ class ResolvedCall(ABC):
         Args:
             of_slopes, of_sinks: whether their gradients are needed, where there are any.
         """
-        sinks, is_local = inputs.sinks, not self.settings.sharding
-        call = self.with_documents(inputs.cu_seqlens, inputs.k.shape[1]) if is_local else self
+        sinks, call = inputs.sinks, self.with_documents(inputs.cu_seqlens, inputs.k.shape[1])
         bias = bias_of(inputs, self.settings.query_offset, of_slopes)
-        if is_local and not inputs.q.numel():
+        if not (inputs.q.numel() or self.settings.sharding):
             grads = tuple([new_like(x).zero_() for x in inputs[:3]])
         else:
             grads = call._run(call.backward, (dout, dlse, inputs, bias, outputs), inputs, (dout, dlse, *outputs))
@@ -163,12 +161,12 @@ class ResolvedCall(ABC):
         return out, lse
 
     def with_documents(self: Self, cu_seqlens: MaybeTensor, num_keys: int, *, saves: bool = False) -> Self:
-        """Returns the record for calls with these bounds.
+        """Returns the record for calls with these bounds; a distributed call reads them itself.
 
         Raises:
             ValueError: its values are not the bounds of documents that cover ``num_keys`` positions.
         """
-        if cu_seqlens is None or self.documents is not None:
+        if cu_seqlens is None or self.documents is not None or self.settings.sharding:
             return self
         key = bounds_of(cu_seqlens), num_keys, saves
         record: Self | None = self.packed.get(key)
@@ -225,18 +223,19 @@ class LocalCall(ResolvedCall):
     """Calls of one process. ``passes`` holds how a pass runs (``make_pass``) on tensors of some shapes and strides."""
 
     @abstractmethod
-    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Any, Any]:
+    def make_pass(self, tensors: Tensors, inputs: CallInputs, more: Any) -> tuple[Any, Any]:
         """Decides how a pass runs on these tensors. Returns that, and what is kept of it for later passes, or None."""
 
     def remembered(self, key: tuple[Any, ...]) -> Any:
         """Returns how a pass runs on tensors like earlier ones, or None."""
         return self.passes.get(key)
 
-    def tensors_and_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Tensors, Any]:
+    def tensors_and_pass(self, tensors: Tensors, inputs: CallInputs, more: Any) -> tuple[Tensors, Any]:
         """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
 
         Args:
             tensors: q, k, v, and in a backward dout and out.
+            inputs: for the other tensors.
             more: what ``make_pass`` depends on in addition.
         """
         plan: Any = None
@@ -252,7 +251,7 @@ class LocalCall(ResolvedCall):
                 break
             tensors = tuple([kernel_ready(x) for x in tensors])
         if plan is None:
-            plan, kept = self.make_pass(tensors, padding, seed, more)
+            plan, kept = self.make_pass(tensors, inputs, more)
             if kept is not None:
                 if len(self.passes) >= MOST_PASSES:
                     self.passes.clear()
@@ -268,28 +267,29 @@ class ResolvedDilated(LocalCall):
 
     def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
-        q, k, v, padding, _, seed, *_ = inputs
-        (q, k, v), plan = self.tensors_and_pass((q, k, v), padding, seed, self.documents is None or self.saves_documents)
+        (q, k, v), plan = self.tensors_and_pass(inputs[:3], inputs, self.documents is None or self.saves_documents)
         saved = q.new_empty(plan.saved) if plan.saved else None
-        return *plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), saved), saved
+        return *plan.runner.forward(plan, q, k, v, masks_of(inputs, bias), saved), saved
 
     def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, *_), (out, lse, saved) = inputs, outputs
+        out, lse, saved = outputs
         saved = None if saved is None or not saved.numel() else saved
-        (q, k, v, dout, out), plan = self.tensors_and_pass((q, k, v, dout, out), padding, seed, saved is not None)
+        (q, k, v, dout, out), plan = self.tensors_and_pass((*inputs[:3], dout, out), inputs, saved is not None)
         tensors = dout, q, k, v, out, lse
-        return plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, saved)  # type: ignore[no-any-return]
+        return plan.runner.backward(plan, tensors, masks_of(inputs, bias), dlse, saved)  # type: ignore[no-any-return]
 
-    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Plan, Plan]:
+    def make_pass(self, tensors: Tensors, inputs: CallInputs, more: Any) -> tuple[Plan, Plan]:
         """Makes the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
-        plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=padding is not None, documents=self.documents, saved=more)
+        has_padding = inputs.key_padding_mask is not None
+        plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=has_padding, documents=self.documents, saved=more)
         return plan, plan
 
 
 _NO_MASKS = Masks()
 
 
-def masks_of(padding: MaybeTensor, seed: MaybeTensor, bias: Bias | None) -> Masks:
+def masks_of(inputs: CallInputs, bias: Bias | None) -> Masks:
+    padding, seed = inputs.key_padding_mask, inputs.seed
     if padding is None and seed is None and bias is None:
         return _NO_MASKS
     return Masks(padding, 0 if seed is None else int(seed.item()), bias)

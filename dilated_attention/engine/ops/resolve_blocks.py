@@ -25,13 +25,24 @@ from dilated_attention.backends import AttentionRequest, Dropout
 from dilated_attention.backends.base import Backend, Bias, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept, select_groups
-from dilated_attention.engine.branches.launches import problems_at_once, without_padding
+from dilated_attention.engine.branches.launches import entries_at_once, without_padding
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
 from dilated_attention.engine.ops import prepare
 from dilated_attention.engine.ops.prepare import new_like, select_backend
-from dilated_attention.engine.ops.resolve import CallInputs, LocalCall, MaybeTensor, ResolvedDilated, Tensors, masks_of, record_of, resolve
+from dilated_attention.engine.ops.resolve import (
+    CallInputs,
+    LocalCall,
+    MaybeTensor,
+    ResolvedCall,
+    ResolvedDilated,
+    Tensors,
+    masks_of,
+    record_of,
+    resolve,
+)
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
+from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
@@ -179,9 +190,7 @@ def backward_lists(
 
 def _launches(capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options) -> list[tuple[slice, BlockLists, Options]]:
     """Returns the batch entries of each launch with their lists and options, as many entries as the backend takes at once."""
-    B = tensors[0].shape[0]
-    # a problem is a batch entry
-    at_once = problems_at_once(B, [(x.stride(0), x.shape[1:], x.stride()[1:]) for x in tensors], capabilities)
+    B, at_once = tensors[0].shape[0], entries_at_once(tensors, capabilities)
     if at_once == B:
         return [(slice(None), lists, options)]
     slices = [slice(start, min(start + at_once, B)) for start in range(0, B, at_once)]
@@ -260,22 +269,20 @@ class ResolvedBlocks(LocalCall):
     name = "block_sparse_attention"
 
     def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
-        q, k, v, padding, _, seed, kept, *_ = inputs
-        (q, k, v), pieces = self.tensors_and_pass((q, k, v), padding, seed, (kept, bias))
-        return *blocks_forward(pieces, q, k, v, padding), None
+        (q, k, v), pieces = self.tensors_and_pass(inputs[:3], inputs, bias)
+        return *blocks_forward(pieces, q, k, v, inputs.key_padding_mask), None
 
     def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept, *_), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), pieces = self.tensors_and_pass((q, k, v, dout, out), padding, seed, (kept, bias))
-        grads = blocks_shares(pieces, (dout, q, k, v, out, lse), padding, dlse)
-        return tuple([as_new(grad.to(x.dtype)) for grad, x in zip(grads, (q, k, v), strict=True)])
+        out, lse, _ = outputs
+        (q, k, v, dout, out), pieces = self.tensors_and_pass((*inputs[:3], dout, out), inputs, bias)
+        grads = blocks_shares(pieces, (dout, q, k, v, out, lse), inputs.key_padding_mask, dlse)
+        return tuple([as_new(grad.to(q.dtype)) for grad in grads])
 
-    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[BlockPass, Any]:
-        """Chooses lists, backend and options of every document. ``more``: the blocks that a content-chosen pattern keeps, and the bias."""
-        (q, k, *_), (kept, bias) = tensors, more
+    def make_pass(self, tensors: Tensors, inputs: CallInputs, more: Any) -> tuple[BlockPass, Any]:
+        """Chooses lists, backend and options of every document. ``more``: the bias."""
+        q, k, padding, kept, bias = *tensors[:2], inputs.key_padding_mask, inputs.kept, more
         # a forward gets q, k and v, a backward dout and out, too
-        settings, is_backward = self.settings, len(tensors) > 3
-        seed_value = 0 if seed is None else int(seed.item())
+        settings, is_backward, seed = self.settings, len(tensors) > 3, masks_of(inputs, None).seed
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
         pieces = []
         for keys, rows, front, lists, *_ in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
@@ -291,12 +298,12 @@ class ResolvedBlocks(LocalCall):
                 # by position in the whole sequence, so that a cut does not change which elements are dropped
                 spans = (0, q.shape[0]), (0, q.shape[2]), (first, end), (keys.start, keys.stop)
                 batch, heads, *positions = (torch.arange(*span, device=q.device) for span in spans)
-                dropout = Dropout(settings.dropout_p, seed_value, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
+                dropout = Dropout(settings.dropout_p, seed, batch, heads, *(x.expand(q.shape[0], -1) for x in positions))
             options = settings.kernel_options(mask=mask, dropout=dropout, bias=own_bias)
             pieces.append(Piece(keys, rows, front, lists, options, backend))
         # options that hold values of this call are not remembered. Lists are, by weak references: only their own cache, which is limited,
         # keeps them alive
-        plain = padding is None and seed is None and kept is None and bias is None
+        plain = padding is None and inputs.seed is None and kept is None and bias is None
         return tuple(pieces), [piece._replace(lists=weakref.ref(piece.lists)) for piece in pieces] if plain else None
 
     def remembered(self, key: tuple[Any, ...]) -> BlockPass | None:
@@ -305,7 +312,7 @@ class ResolvedBlocks(LocalCall):
         return pieces if pieces and all([piece.lists is not None for piece in pieces]) else None  # noqa: C419 - a generator takes longer
 
 
-class ResolvedUnion(LocalCall):
+class ResolvedUnion(ResolvedCall):
     """Calls of dilated branches and a block pattern together: each has a record of its own, and their results are merged here."""
 
     name = "block_sparse_dilated_attention"
@@ -315,37 +322,35 @@ class ResolvedUnion(LocalCall):
         arguments = self.settings, self.device_type, self.documents
         return ResolvedDilated(*arguments), ResolvedBlocks(*arguments)
 
-    def make_pass(self, tensors: Tensors, padding: MaybeTensor, seed: MaybeTensor, more: Any) -> tuple[Any, None]:
-        """Returns the plan of the branches and the pieces of the block pattern. Nothing is remembered here: each part remembers its own."""
+    def tensors_and_passes(self, tensors: Tensors, inputs: CallInputs, bias: Bias | None) -> tuple[Tensors, BlockPass, Plan]:
+        """Returns the tensors as kernels accept them, the pieces of the block pattern and the plan of the branches."""
         dilated, blocks = self.both
         # False: no outputs of branches are saved
-        _, plan = dilated.tensors_and_pass(tensors, padding, seed, False)
-        _, pieces = blocks.tensors_and_pass(tensors, padding, seed, more)
-        return (plan, pieces), None
+        tensors, plan = dilated.tensors_and_pass(tensors, inputs, False)
+        return *blocks.tensors_and_pass(tensors, inputs, bias), plan
 
     def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
-        q, k, v, padding, _, seed, kept, *_ = inputs
-        (q, k, v), (plan, pieces) = self.tensors_and_pass((q, k, v), padding, seed, (kept, bias))
-        out_of_blocks, lse_of_blocks = blocks_forward(pieces, q, k, v, padding)
-        out, lse = plan.runner.forward(plan, q, k, v, masks_of(padding, seed, bias), None)
+        (q, k, v), pieces, plan = self.tensors_and_passes(inputs[:3], inputs, bias)
+        out_of_blocks, lse_of_blocks = blocks_forward(pieces, q, k, v, inputs.key_padding_mask)
+        out, lse = plan.runner.forward(plan, q, k, v, masks_of(inputs, bias), None)
         merge_onto(out, lse.transpose(1, 2), out_of_blocks, lse_of_blocks.transpose(1, 2))
         return out, lse, None
 
     def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
-        (q, k, v, padding, _, seed, kept, *_), (out, lse, _) = inputs, outputs
-        (q, k, v, dout, out), (plan, pieces) = self.tensors_and_pass((q, k, v, dout, out), padding, seed, (kept, bias))
+        out, lse, _ = outputs
+        (q, k, v, dout, out), pieces, plan = self.tensors_and_passes((*inputs[:3], dout, out), inputs, bias)
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
-        of_branches = plan.runner.backward(plan, tensors, masks_of(padding, seed, bias), dlse, None)
-        of_blocks = blocks_shares(pieces, tensors, padding, dlse)
+        of_branches = plan.runner.backward(plan, tensors, masks_of(inputs, bias), dlse, None)
+        of_blocks = blocks_shares(pieces, tensors, inputs.key_padding_mask, dlse)
         return tuple(as_new((x.to(acc) + y).to(q.dtype)) for x, y in zip(of_branches, of_blocks, strict=True))
 
 
-def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> LocalCall:
+def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedCall:
     """Returns the record of calls of a block pattern, with or without branches, like this one."""
     settings = as_dense(settings, q)
     if not settings.blocks:
         return resolve(q, k, padding, settings)
-    kind: type[LocalCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
+    kind: type[ResolvedCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
     pattern = pattern_from_spec(settings.blocks)
     # a pattern that holds a function or a tensor gets a record for this call alone, which keeps it alive until after the backward; a
     # remembered record would forever
