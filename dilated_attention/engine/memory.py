@@ -60,8 +60,7 @@ class MemoryEstimate:
         lines = []
         for name, terms, total in (("forward", self.forward, self.forward_peak), ("backward", self.backward, self.backward_peak)):
             if terms:
-                lines.append(f"{name:<34}{_mib(total)}")
-                lines += [f"  {what:<32}{_mib(size)}" for what, size in terms]
+                lines += [f"{what:<34}{size / 2**20:>12,.1f} MiB" for what, size in ((name, total), *((f"  {x}", n) for x, n in terms))]
         return "\n".join(lines)
 
 
@@ -149,10 +148,6 @@ def readable(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.0f} TiB" if num_bytes >= 100 else f"{num_bytes:.3g} TiB"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:>12,.1f} MiB"
 
 
 P = ParamSpec("P")

@@ -222,28 +222,18 @@ def lists_of_kept(
             # −1: every pair of the block is kept
             masks_of_parts.append(torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1).to(torch.int32))
     checked_total(sum(len(x) for x in columns_of_parts))
-    masks = torch.cat(masks_of_parts) if deltas else None
-    # if causality cuts no block, kernels need not read masks
-    if masks is not None and not bool((masks >= 0).any()):
-        masks = None
-    interval = None
-    if masks is not None:
+    masks, interval = torch.cat(masks_of_parts) if deltas else None, None
+    if masks is not None and bool((masks >= 0).any()):
         # each query sees the keys up to its own position
         high = torch.arange(query_offset + 1, query_offset + num_queries + 1, dtype=torch.int32, device=kept.device).clamp(max=num_keys)
         interval = torch.zeros_like(high), high
+    else:
+        # causality cuts no block, so kernels need not read masks
+        masks, deltas = None, range(0)
     return BlockLists(
-        num_queries=num_queries,
-        num_keys=num_keys,
-        q_block=q_block,
-        k_block=k_block,
-        num_batch=B,
-        num_heads=H,
-        row_starts=row_starts.cumsum(0).to(torch.int32),
-        columns=torch.cat(columns_of_parts),
-        masks=masks,
-        bits=_causal_bits(q_block, k_block, deltas if masks is not None else range(0), kept.device),
-        interval=interval,
-    )
+        num_queries, num_keys, q_block, k_block, B, H, row_starts.cumsum(0).to(torch.int32), torch.cat(columns_of_parts), masks,
+        _causal_bits(q_block, k_block, deltas, kept.device), interval,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)

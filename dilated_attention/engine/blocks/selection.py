@@ -100,12 +100,14 @@ def _choose(
     q_means = block_means(q, grid.rows[:2]) * scale
     k_means = block_means(k, grid.columns, padding)
     num_real = None if padding is None else _count(~padding, grid.columns)
-    share = 0 if pattern.mass is None else share_units(pattern.mass)
+    share = 0 if pattern.mass is None else math.ceil(pattern.mass * 2**SHARE_BITS)
     for document in grid.documents:
         columns = document.columns[1] - document.columns[0]
         fused = has_kernels(q) and columns <= _MOST_COLUMNS
-        size = (_KERNEL_BYTES if fused else _TORCH_BYTES) // (B * H * max(1, columns) * q_means.element_size())
-        size = max(1, size)
+        size = max(1, (_KERNEL_BYTES if fused else _TORCH_BYTES) // (B * H * max(1, columns) * q_means.element_size()))
+        choose = choose_rows
+        if fused:
+            from dilated_attention.engine.blocks.selection_triton import choose_rows as choose
         first, last = document.rows
         for start in range(first, last, size):
             stop = min(start + size, last)
@@ -115,13 +117,7 @@ def _choose(
             scores = _scores(q_means[:, :, start:stop], means)
             part = part_of(pattern, grid, document, slice(start, stop), num_real, H, query_offset)
             weights = None if pattern.mass is None else softmax_weights(scores, part)
-            rows = kept[:, :, start:stop]
-            if fused:
-                from dilated_attention.engine.blocks.selection_triton import choose_rows as choose_rows_fused
-
-                choose_rows_fused(rows, scores, weights, part, columns, share)
-            else:
-                choose_rows(rows, scores, weights, part, columns, share)
+            choose(kept[:, :, start:stop], scores, weights, part, columns, share)
 
 
 def block_means(x: Tensor, ranges: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -163,17 +159,15 @@ def part_of(
     front = query_offset % pattern.q_block
     num_keys = document.keys[1] - document.keys[0]
     shape = (num_keys, num_heads, query_offset - front, document.num_queries + front, seen.device)
-    always, within = (None if x is None else _static_bits(x, *shape) for x in (pattern.always, pattern.within))
-    keep_for_graph((always, within), seen.device.type)
+    statics = tuple(None if x is None else _static_bits(x, *shape) for x in (pattern.always, pattern.within))
+    keep_for_graph(statics, seen.device.type)
     in_document = slice(rows.start - document.rows[0], rows.stop - document.rows[0])
-    always, within = (None if x is None else x[:, in_document] for x in (always, within))
-    real = None
-    existing = seen[None]
+    always, within = (None if x is None else x[:, in_document] for x in statics)
+    real, existing, budget = None, seen[None], None
     if num_real is not None:
         is_real = num_real[:, slice(*document.columns)] > 0
         real = packed(is_real)
         existing = torch.nn.functional.pad(is_real.cumsum(1), (1, 0))[:, seen.long()]
-    budget = None
     if pattern.mass is None:
         total = existing + missing
         wanted = missing.new_full((1, 1), pattern.blocks or 0) if pattern.share is None else num_blocks_of(pattern.share, total)
@@ -201,10 +195,6 @@ def _kept_beyond(pattern: TopBlocks, missing: Tensor, end: int, num_heads: int) 
     queries, keys, heads = places[0][:, None], places[1], places[2][:, None, None]
     kept = [x.at(row_end).allowed(queries, keys, heads, row_end).expand(num_heads, q_block, -1).any(2).any(1) for x in statics]
     return missing * torch.stack(kept).any(0)[:, None]
-
-
-def share_units(mass: float) -> int:
-    return math.ceil(mass * 2**SHARE_BITS)
 
 
 @functools.lru_cache(maxsize=8)

@@ -203,8 +203,7 @@ def terms(plan: Plan) -> Terms:
             size = scratch_bytes(extent.backward(plan.dtype, dropout=dropout, bias=bias))
             if own and not is_saved:
                 # the per-branch outputs are recomputed, along with a result and an lse that are not used
-                rows = B * H * (shape.queries[1] - shape.queries[0])
-                size = extent.own_outputs() * itemsize + max(size, forward + rows * (head_dim * itemsize + 4))
+                size = extent.own_outputs() * itemsize + max(size, forward + B * H * num_queries * (head_dim * itemsize + 4))
         # dropout words: two per query, one per key; places of queries and of keys
         most = max(most, size + 4 * B * H * queries_and_keys * dropout + 8 * B * (queries_and_keys - num_queries) * bias)
     return [("scratch of the tiles", most)]

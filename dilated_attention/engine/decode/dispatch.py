@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,14 +71,13 @@ TRITON_FACTS = Capabilities(
     backward=False,
     source="any runs of keys, read in place",
 )
-FLASH3_FACTS = Capabilities(
-    devices=frozenset({"cuda"}),
+FLASH3_FACTS = replace(
+    TRITON_FACTS,
     dtypes=HALVES,
     package="flash-attn-3",
     install=flash3.Flash3Backend.capabilities.install,
     compute_capabilities=((9, 0), (9, 0)),
     head_dim_multiple=8,
-    backward=False,
     source="splits a row's keys over programs and merges them; takes page tables",
 )
 TORCH_FACTS = Capabilities(

@@ -193,7 +193,7 @@ class WindowKeys(RowKeys):
 
     @property
     def num_needed(self) -> int:
-        return min(self.left + 1 + self.first_keys, self.max_length)
+        return self.max_keys
 
     def runs(self, positions: Tensor) -> Runs:
         low = (positions - self.left).clamp(min=self.first_keys)

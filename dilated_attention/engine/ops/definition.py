@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dilated_attention.backends import detect
 from dilated_attention.backends.base import new_lse
-from dilated_attention.engine.branches.problems import Shape, problems_of
+from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import WINDOW_BLOCK, fuses, new_like, saved_elements
 from dilated_attention.engine.ops.resolve import (
@@ -248,18 +248,9 @@ def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:
             return 0
         pairs = _block_pairs(inputs, settings) if settings.blocks else 0
         if settings.branches is not None:
-            first, all_keys = settings.query_offset, (0, k.shape[1])
-            shape = Shape(
-                num_heads=q.shape[2],
-                num_kv_heads=k.shape[2],
-                queries=(first, first + q.shape[1]),
-                keys=all_keys,
-                documents=(all_keys,),
-                is_causal=settings.is_causal,
-                window=settings.window_sides,
-                # windows are counted in steps of so many queries, as kernels without windows compute them
-                window_block=WINDOW_BLOCK,
-            )
+            first, shape = settings.query_offset, whole_shape(q.shape[2], k.shape[2], k.shape[1], settings.is_causal)
+            # windows are counted in steps of so many queries, as kernels without windows compute them
+            shape = shape._replace(queries=(first, first + q.shape[1]), window=settings.window_sides, window_block=WINDOW_BLOCK)
             pairs += q.shape[0] * problems_of(settings.pattern, shape).pairs
         return per_pair * q.shape[3] * pairs
 
