@@ -302,8 +302,7 @@ def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:
 
 def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> tuple[Range, ...]:
     """Returns (start, end) of each document that is not empty."""
-    if cu_seqlens is None:
-        return document_ranges((0, seq_len), seq_len)
+    cu_seqlens = (0, seq_len) if cu_seqlens is None else cu_seqlens
     if not isinstance(cu_seqlens, torch.Tensor):
         cu_seqlens = torch.tensor(as_int_tuple("cu_seqlens", cu_seqlens))
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or not len(cu_seqlens):

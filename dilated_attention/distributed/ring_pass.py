@@ -73,9 +73,8 @@ class ResolvedRing(ResolvedCall):
         ring_pass = RingPass(self, inputs, bias, dout, out)
         ring_pass.seq_len, number = whole.tolist()
         if ring_pass.members.group is not None:
-            session = session_of(ring_pass.members, ring_pass.ring.timeout)
             # for comparison with the other ranks
-            session.enter(f"the backward of call {number}")
+            session_of(ring_pass.members, ring_pass.ring.timeout).enter(f"the backward of call {number}")
         return ring_pass.backward(lse, dlse) if inputs.q.shape[0] else tuple(new_like(x) for x in inputs[:3])
 
 
@@ -367,12 +366,13 @@ def make_setup(of: RingPass) -> RingSetup:
         moves = given, holdings(rows, H, Hk, by_heads=by_heads)
         (first, last), (low, high) = (side[me].heads for side in moves[1])
         kv_heads = high - low
+    num_heads, group = last - first, (last - first) // kv_heads
     # has the shape of this rank's queries while it computes, but takes no memory
-    q_like = q.new_empty((1, 1, 1, 1)).expand(B, sum(end - start for start, end in shards[own_index]), last - first, D)
+    q_like = q.new_empty((1, 1, 1, 1)).expand(B, sum(end - start for start, end in shards[own_index]), num_heads, D)
     if pattern is not None and pattern.branch_heads == "all":
         pattern = pattern.with_heads(first, last, H)
     problem = RingProblem(
-        pattern, documents, shards, last - first, kv_heads, settings.is_causal,
+        pattern, documents, shards, num_heads, kv_heads, settings.is_causal,
         None if pattern is None else settings.window_sides, blocks, device,
     )  # fmt: skip
     # 2. which branches are computed apart, which span of keys this rank holds, and how many heads a step brings
@@ -380,7 +380,7 @@ def make_setup(of: RingPass) -> RingSetup:
     # masks and dropout count all positions, and detached mixing needs the outputs of all branches
     may_separate = padding is None and not (settings.dropout_p or settings.detached or settings.bias)
     if is_shared and may_separate and (crossing := crossing_of(problem, row_bytes)) is not None:
-        home = parts_of(replace(problem, pattern=crossing.home), settings, (0, last - first), own_index, None, first)
+        home = parts_of(replace(problem, pattern=crossing.home), settings, (0, num_heads), own_index, None, first)
         terms, problem = [Term((home,), q_like)], crossing.problem
         sparse_rows = SparseRows(crossing.step, crossing.offsets, q_like, device)
         q_like = q_like[:, :: crossing.step]
@@ -404,7 +404,7 @@ def make_setup(of: RingPass) -> RingSetup:
     def term_of(make: Callable[[Range], tuple[Part, ...]], chosen_rows: SparseRows | None) -> Term:
         parts = list[tuple[Part, ...]]()
         for step in steps:
-            heads = step.kv_heads[0] * (last - first) // kv_heads, step.kv_heads[1] * (last - first) // kv_heads
+            heads = step.kv_heads[0] * group, step.kv_heads[1] * group
             is_alike = bool(parts) and step.sources is steps[0].sources
             parts.append(tuple([replace(part, heads=heads) for part in parts[0]]) if is_alike else make(heads))
         return Term(parts, q_like, steps, chosen_rows)

@@ -35,8 +35,9 @@ MOST_POSITIONS = 2**31
 # lists of blocks can index at most this many entries
 _MOST_ENTRIES = 2**29
 _NO_SUCH_CALL = 2**80
-# on an H200, docs/performance.md: share of the kernels' rate that the engine reaches with several branches, (forward, backward)
-_ENGINE_SHARE = {False: (0.93, 0.93), True: (0.90, 0.88)}
+# on an H200, docs/performance.md: share of the kernels' rate that the engine reaches with several branches, (forward, backward), of full
+# and of causal attention
+_ENGINE_SHARE = (0.93, 0.93), (0.90, 0.88)
 # share of the rates of dense problems, timed in bursts, that long runs sustain (benchmarks/results/2026-11-21-h200/block-sparse.jsonl)
 _SUSTAINED = 0.92
 # seconds of that machine's CPU per launch, forward and backward (docs/performance.md, How it works)
@@ -240,8 +241,7 @@ def _on_tiles(problem: Problem, backward: bool) -> tuple[float, str] | None:
     shape, batch = whole_shape(problem.num_heads, problem.num_kv_heads, N, problem.is_causal), problem.batch_size
     if not prepare.runs_on_tiles(pattern, shape, request, batch, library):
         return None
-    dtype = str(problem.dtype).removeprefix("torch.")
-    peak, measured = gpu.peak(dtype), GPUS["H200 SXM"].peak(dtype)
+    peak, measured = gpu.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype)
     kernels_ms = prepare.tiles_ms(pattern, shape, request, batch) - prepare.TILES_CALL_MS
     scale = peak / measured if peak and measured else 1.0
     source = "the engine's estimate of a whole call on tiles, measured on an H200"

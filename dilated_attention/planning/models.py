@@ -160,8 +160,7 @@ def plan_model(
 
 def stack_of(config: Any) -> LongNetConfig:
     """Returns the configuration of a model's blocks."""
-    stack: LongNetConfig = getattr(config, "encoder", config)
-    return stack
+    return getattr(config, "encoder", config)  # type: ignore[no-any-return]
 
 
 def sizes_of_parameters(config: Any) -> dict[str, int]:

@@ -24,7 +24,7 @@ PART_BYTES = {"cpu": 32 * 2**20, "cuda": 64 * 2**20}
 # a view without its tensor: index of the tensor, strides of B and S, sizes and strides (L, G, …), offset
 View = tuple[int, int, int, tuple[int, ...], tuple[int, ...], int]
 _MOST_GEOMETRIES = 8192
-_NO_MASK, _ALL = Mask(), slice(None)
+_ALL = slice(None)
 _geometries: dict[Hashable, object] = {}
 
 
@@ -108,7 +108,7 @@ def launches_of(
         longest = max([size[0] for _, _, _, size, _, _ in views])
         max_rows = None if part_bytes is None else max(1, part_bytes // (4 * width * heads.size) // longest)
         count = P if P == 1 else problems_at_once(P, [(v[1] if by_batch else v[2], v[3], v[4]) for v in views], capabilities, max_rows)
-        mask = _NO_MASK if problem.band is None else Mask(None, problem.band)
+        mask = Mask(None, problem.band)
         launches = []
         for other in range(others):
             for start in range(0, P, count):

@@ -311,7 +311,7 @@ def _cut(runs: list[_Run], shape: Shape) -> list[tuple[_Run, Range, Range, bool,
     pieces: list[tuple[_Run, Range, Range, bool, bool, Band | None]] = []
     left, right = shape.window or (None, None)
     if shape.is_causal:
-        right = 0 if right is None else min(right, 0)
+        right = 0
     for run in runs:
         (q0, q1), (k0, k1) = run.queries, run.keys
         if shape.window is not None:

@@ -90,10 +90,9 @@ def shares_of(plan: Plan, device: torch.device) -> tuple[Share, ...]:
     from dilated_attention.backends.tiles.call import TileCall, prepared
 
     shape, pattern = plan.shape, plan.pattern
-    # clamp the window to the sequence, so that one compiled kernel serves windows of any width
-    left, right = (None if side is None else min(side, shape.keys[1]) for side in shape.window or (None, None))
+    left, right = shape.window or (None, None)
     if shape.is_causal:
-        right = 0 if right is None else min(right, 0)
+        right = 0
     zero_keys, keeps_parts = pattern.tail == "zero_keys" and not shape.is_causal, plan.is_detached if plan.is_backward else plan.is_saved
     precision = float32_precision() if plan.dtype is torch.float32 else "ieee"
     group, ranges, shares = shape.num_heads // shape.num_kv_heads, ranges_of(plan), []

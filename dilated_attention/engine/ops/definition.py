@@ -229,10 +229,8 @@ def _block_pairs(inputs: CallInputs, settings: CallSettings) -> int:
         return B * pattern.pairs(Nk, H, is_causal=settings.is_causal) * Nq // Nk
     documents = None if cu_seqlens is None else document_ranges(bounds_of(cu_seqlens), Nk)
     device = torch.device("cpu") if q.is_meta or isinstance(q, FakeTensor) else q.device
-    total = 0
-    for piece in pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device):
-        total += kept_pairs(piece.lists, piece.front) * (B // piece.lists.num_batch) * (H // piece.lists.num_heads)
-    return total
+    pieces = pieces_of(pattern, (Nq, Nk, H), settings, documents, kept, device)
+    return sum(kept_pairs(x.lists, x.front) * (B // x.lists.num_batch) * (H // x.lists.num_heads) for x in pieces)
 
 
 def _formula(per_pair: int, is_backward: bool) -> Callable[..., int]:

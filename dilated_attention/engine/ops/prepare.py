@@ -61,11 +61,11 @@ def make_plan(
     is_plain, is_one = documents is None, documents is None or len(documents) == 1
     documents = ((0, Nk),) if documents is None else documents
     # the most positions that a problem spans, and the most rows that it has
-    longest = min(max(pattern.segment_lengths), Nk if is_one else max([end - start for start, end in documents], default=0))
-    length = max([-(-min(w, longest) // r) for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)])
+    longest = min(max(pattern.segment_lengths), max([end - start for start, end in documents], default=0))
+    length = max([-(-min(w, longest) // r) for w, r in pattern.branches])
     window = None
     if settings.window:
-        # libraries count the sides of a window in 32 bits
+        # libraries count the sides of a window in 32 bits, and one compiled kernel of the tiles serves windows of any width
         left, right = (None if side < 0 else min(side, Nk) for side in settings.window)
         window = left, right
     # masks, dropout and bias depend on positions, so a launch with them holds only heads of one offset
@@ -257,14 +257,14 @@ def saved_budget() -> int:
 
 def kernel_ready(x: torch.Tensor) -> torch.Tensor:
     """Returns x if kernels accept it (last stride 1 and, on a GPU, 16-byte aligned rows), otherwise a contiguous copy."""
-    if x.stride(-1) != 1 and x.shape[-1] > 0:
-        # contiguous() would not copy where only a dimension of size 1 has another stride, but kernels read that stride
-        return x.clone(memory_format=torch.contiguous_format)
-    if x.device.type == "cuda":
+    if x.stride(-1) == 1 or not x.shape[-1]:
+        if x.device.type != "cuda":
+            return x
         size = x.element_size()
-        if x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1]):
-            return x.contiguous() if not x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    return x
+        if not (x.data_ptr() % 16 or any(stride * size % 16 for stride in x.stride()[:-1])):
+            return x
+    # contiguous() would not copy where only a dimension of size 1 has another stride, but kernels read that stride
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -281,8 +281,8 @@ TILES = "tiles"
 # Host time in ms, forward and backward, of one launch of a library (its views and kernels), and of the rest of a call, on H200s. The
 # backward takes 0.095 and 0.35 where a launch of torch's takes 7 µs; hosts of other machines took up to 1.5 times as long. A whole call
 # on tiles takes less than 0.1 and 0.25.
-_PROBLEM_MS = {False: 0.09, True: 0.12}
-_CALL_MS = {False: 0.2, True: 0.5}
+_PROBLEM_MS = 0.09, 0.12
+_CALL_MS = 0.2, 0.5
 # host time in ms that a call on tiles takes in addition to its kernels
 TILES_CALL_MS = 0.1
 # the same of a call that is one launch without copies of q, k and v: not more than that of the tiles, so their kernels decide
@@ -290,11 +290,11 @@ _LAUNCH_MS = 0.09
 # measured time of the tiles under causality over that of their rate, for self-attention of one sequence: LongNet's segments, 12 x 64
 # and 16 x 128, 32,768 to 1,048,576 positions, on an H200
 _CAUSAL = 1.3
-# TFLOP/s of the tiles and of a library, in half precision and float32, for requests without a row in the table
-_TILES_TFLOPS = {False: (250.0, 45.0), True: (190.0, 33.0)}
-_LIBRARY_TFLOPS = {False: (420.0, 35.0), True: (380.0, 30.0)}
+# TFLOP/s of the tiles and of a library, forward and backward, in half precision and float32, for requests without a row in the table
+_TILES_TFLOPS = (250.0, 45.0), (190.0, 33.0)
+_LIBRARY_TFLOPS = (420.0, 35.0), (380.0, 30.0)
 # bytes per element of a problem's results that are read and written to sum them, forward and backward; bytes/s of such sums
-_SUM_BYTES = {False: 12, True: 36}
+_SUM_BYTES = 12, 36
 _MEMORY = 2e12
 # measured time of a library's kernels in a cut call over that of their rates: GigaPath's segments, half of 50,000 and of 200,000 queries,
 # on H200s (benchmarks/results/2026-11-23-h200x2/rings.md)
@@ -397,7 +397,7 @@ def rounded(num_positions: int) -> int:
 
 
 def _kernel_ms(
-    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, name: str, assumed: dict[bool, tuple[float, float]]
+    pattern: DilatedPattern, shape: Shape, request: AttentionRequest, batch: int, name: str, assumed: tuple[tuple[float, float], ...]
 ) -> float:
     """Returns the time of a backend's kernels at its shipped rate, or at the one that is ``assumed`` for its kind."""
     rate = rates.rate_of(name, request) or assumed[request.needs_grad][request.dtype is torch.float32]
@@ -416,7 +416,7 @@ def _pairs(pattern: DilatedPattern, shape: Shape) -> int:
         pairs = pairs * (last - first) // num_keys
     if shape.window is not None:
         left, right = (num_keys if side is None else side for side in shape.window)
-        right = min(right, 0) if shape.is_causal else right
+        right = 0 if shape.is_causal else right
         keys_before = _sum_of_least(last, left) - _sum_of_least(first, left)
         keys_after = _sum_of_least(num_keys - first, right) - _sum_of_least(num_keys - last, right)
         pairs = min(pairs, (keys_before + keys_after + last - first) * shape.num_heads)

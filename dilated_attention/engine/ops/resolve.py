@@ -316,8 +316,7 @@ def positions_as_places(num_keys: int, like: torch.Tensor, dtype: torch.dtype) -
 
 def find(key: Hashable, dtype: torch.dtype) -> ResolvedCall | None:
     """Returns the record that ``remember`` stored for calls with this key, while the state it was resolved in still holds."""
-    found: ResolvedCall | None = registry.cached.get(_now(key, dtype))
-    return found
+    return registry.cached.get(_now(key, dtype))  # type: ignore[return-value]
 
 
 def remember(key: Hashable, dtype: torch.dtype, resolved: ResolvedCall) -> None:

@@ -213,8 +213,7 @@ class BlockPattern(Pattern):
                     "write its arguments as fields and decorate it with @dataclass(frozen=True)"
                 )
             self._set(_spec=_text(_plain(self)))
-        spec: str = self.__dict__["_spec"]
-        return spec
+        return self.__dict__["_spec"]  # type: ignore[no-any-return]
 
     @functools.cached_property
     def is_bound_to_process(self) -> bool:

@@ -86,8 +86,7 @@ class BlockLists:
         if key not in self.cache:
             source = None if by_length else self.cache.get("source")
             self.cache[key] = make(self) if source is None else moved(source.derived(key, make), self.row_starts.device)
-        found: T = self.cache[key]
-        return found
+        return self.cache[key]  # type: ignore[no-any-return]
 
     def of_length(self, num_queries: int, num_keys: int) -> BlockLists:
         """Returns these lists for fewer positions in as many blocks. Of some listed blocks no pair may be left."""
@@ -163,9 +162,7 @@ def moved(x: Any, device: torch.device) -> Any:
     waits for it."""
     leaves, form = tree_flatten(x, is_leaf=lambda part: not isinstance(part, tuple))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors:
-        return x
-    if tensors[0].device == device:
+    if not tensors or tensors[0].device == device:
         return x
     assert all(tensor.dtype is torch.int32 for tensor in tensors)
     # kernels are compiled for pointers that are multiples of 16 bytes

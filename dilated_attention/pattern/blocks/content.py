@@ -86,8 +86,10 @@ class TopBlocks(BlockPattern):
     ) -> None:
         # the field is called ``share``, since ``density`` is also the name of a method
         near = always is None if near is None else near
-        self._set(blocks=blocks, share=density, mass=mass, always=always, within=within, near=near, pool=pool, queries=queries)
-        self._set(block_size=block_size)
+        self._set(
+            blocks=blocks, share=density, mass=mass, always=always, within=within, near=near, pool=pool, queries=queries,
+            block_size=block_size,
+        )  # fmt: skip
         super().__post_init__()
         amounts = {name: value for name, value in (("blocks", blocks), ("density", density), ("mass", mass)) if value is not None}
         if len(amounts) != 1:
