@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -303,8 +303,7 @@ def crossing_of(problem: RingProblem, row_bytes: int) -> Crossing | None:
     return Crossing(home, sparse, step, firsts)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RingSetup:
+class RingSetup(NamedTuple):
     """What calls of the same kind have in common. It is made once, since making it takes the host longer than a short call takes.
 
     Args:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,8 +49,7 @@ _MOST_RING_BLOCKS = 2**16
 _SORT_BYTES = 40
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockCounts:
+class BlockCounts(NamedTuple):
     """Counts for one sequence, over all heads.
 
     ``pairs``: kept (head, query, key) triples; ``entries``: kept blocks, once where heads share a list; ``computed``: all pairs of the kept
@@ -92,7 +90,7 @@ def block_counts(pattern: BlockPattern, num_positions: int, num_heads: int, is_c
         half, doublings = block_counts(pattern, shorter // 2, num_heads, is_causal, most), math.log2(num_positions / shorter)
         growth = {name: (max(1, getattr(counts, name)) / max(1, getattr(half, name))) ** doublings for name in names}
     grown = {name: int(growth[name] * getattr(counts, name)) for name in names}
-    return replace(counts, **grown, is_exact=False)  # type: ignore[arg-type]
+    return counts._replace(**grown, is_exact=False)  # type: ignore[arg-type]
 
 
 def num_blocks(pattern: BlockPattern, num_positions: int, num_heads: int) -> float:
@@ -169,8 +167,7 @@ def _sampled_counts(pattern: BlockPattern, num_positions: int, num_heads: int, i
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """The bytes that one rank sends and receives in each pass."""
 
     forward_sent: int
@@ -179,8 +176,7 @@ class Bytes:
     backward_received: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Exchange(NamedTuple):
     """How the ranks of a call exchange keys, and what this costs: in bytes on the rank that receives most, in memory on the one that holds
     most.
 
@@ -225,9 +221,9 @@ def exchange_of(problem: Problem) -> Exchange:
         while num_blocks(blocks, 2 * longest, H) <= _MOST_RING_BLOCKS:
             longest *= 2
         short, long = (exchange_of(problem.of_length(n)) for n in (longest // 2, longest))
-        figures = zip((*astuple(short.bytes), *short.held), (*astuple(long.bytes), *long.held), strict=True)
+        figures = zip((*short.bytes, *short.held), (*long.bytes, *long.held), strict=True)
         *moved, forward, backward = (max(y, y + (y - x) * (N - longest) * 2 // longest) for x, y in figures)
-        return replace(long, bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
+        return long._replace(bytes=Bytes(*moved), held=(forward, backward), is_exact=False)
     is_dense = problem.computes == "dense"
     name = ring_pass.exchange_of(problem.exchange, problem.layout, W, H, Hk, is_dense=is_dense, is_causal=problem.is_causal)
     by_heads, reordering = name == "all_to_all", [0, 0, 0, 0]

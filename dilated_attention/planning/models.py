@@ -9,8 +9,8 @@ linear layers and memory traffic at assumed shares of the GPU's peaks.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,8 +43,7 @@ _AVERAGED_ROWS = 4096
 Terms = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelRun:
+class ModelRun(NamedTuple):
     """A model, and how it runs.
 
     Args:

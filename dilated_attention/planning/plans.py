@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dilated_attention.engine.memory import MemoryEstimate
 from dilated_attention.models.summary import USABLE, readable
@@ -37,8 +37,7 @@ def _three_digits(number: float) -> str:
     return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass of a call, in seconds.
 
     Args:
@@ -102,7 +101,7 @@ class Plan:
 
     def _shared_dict(self) -> dict[str, Any]:
         exchange = self.exchange
-        moved = {"name": exchange.name, "steps": exchange.steps, "exact": exchange.is_exact, **asdict(exchange.bytes)}
+        moved = {"name": exchange.name, "steps": exchange.steps, "exact": exchange.is_exact, **exchange.bytes._asdict()}
         return {"exchange": moved, "no_time": self.no_time or None}
 
     def _wire(self, each: str = "") -> list[str]:
@@ -184,7 +183,7 @@ class AttentionPlan(Plan):
         return found | {
             "memory": sizes | {name: list(map(list, getattr(memory, name))) for name in _PASSES},
             "passes": [
-                asdict(one) | {"pass": name, "seconds": one.seconds, "bound": one.bound}
+                one._asdict() | {"pass": name, "seconds": one.seconds, "bound": one.bound}
                 for name, one in zip(_PASSES, self.passes, strict=False)
             ],
             **self._shared_dict(),

@@ -168,8 +168,7 @@ class Lines(NamedTuple):
     units: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
-class Needed:
+class Needed(NamedTuple):
     """The key rows of other ranks that a rank needs: disjoint ``pieces`` in order of position, of ``heads`` key/value heads, of which each
     has its own rows; 1 if all of them have the same."""
 
@@ -291,8 +290,7 @@ def keys_beyond(problem: RingProblem, length: int, shard: Sequence[Range]) -> li
     return [(first, *run) for first, keys in segments for run in joined((low, high) for _, low, high in keys)]
 
 
-@dataclass(frozen=True)
-class KeySpan:
+class KeySpan(NamedTuple):
     """The positions [start, end) whose keys a rank gathers, and the documents on them, counted from ``start``."""
 
     start: int

@@ -16,7 +16,7 @@ import itertools
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,8 +116,7 @@ def runs_of(layout: str, seq_len: int, size: int) -> tuple[Runs, ...]:
     return tuple(tuple((int(start), int(end)) for start, end in mine) for mine in runs)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
+class ShardSpec(NamedTuple):
     """Rows at the positions of ``spans``, one after the other, and their heads [first, last)."""
 
     spans: tuple[Span, ...]
