@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -112,7 +112,7 @@ def attention_memory(
     """
     H, Hk, D, B, N = num_heads, num_kv_heads or num_heads, head_dim, batch_size, num_positions
     machine = hardware or detect("cpu")
-    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.head_offsets, pattern.branch_heads, pattern.tail
+    branches: Any = astuple(pattern)
     settings = CallSettings(
         D**-0.5, dropout_p, branches=branches, window=window, is_causal=is_causal, detached=detached, needs_grad=needs_grad, backend=backend
     )

@@ -171,7 +171,7 @@ class DilatedPattern(Pattern):
 
     def multiplicities(self, rows: Tensor, keys: Tensor, num_heads: int, dtype: torch.dtype = torch.int16) -> Tensor:
         """Returns m_h(i, j) as (num_heads, rows, keys) for query positions ``rows`` and key positions ``keys``, which may be any."""
-        m = torch.zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=dtype, device=keys.device)
+        m = keys.new_zeros((num_heads, rows.shape[0], keys.shape[0]), dtype=dtype)
         for (length, rate), offsets in zip(self.branches, self.offsets(num_heads), strict=True):
             # NOT_IN_BRANCH matches no position
             offset = torch.tensor(offsets, device=keys.device)[:, None]

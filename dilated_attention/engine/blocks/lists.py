@@ -178,7 +178,7 @@ _CHUNK = 2**24
 def bits_of_lists(lists: BlockLists) -> Tensor:
     """Returns the bits of all listed blocks, (groups, rows, words) int32, in the form of ``kept``; masks are ignored."""
     words = -(-lists.num_columns // WORD)
-    bits = torch.zeros(lists.num_groups * lists.num_rows * words, dtype=torch.int32, device=lists.columns.device)
+    bits = lists.columns.new_zeros(lists.num_groups * lists.num_rows * words)
     # no block occurs twice, so adding its bit sets it
     bits.index_add_(0, lists.row_of_entry * words + lists.columns // WORD, torch.ones_like(lists.columns) << lists.columns % WORD)
     return bits.view(lists.num_groups, lists.num_rows, words)
@@ -207,9 +207,9 @@ def lists_of_kept(
     # every pair if delta ≥ k_block − 1. ``deltas`` are those between, and the mask of a block is the index of its delta
     step = math.gcd(q_block, k_block)
     deltas = range(step - q_block, k_block - 1, step) if is_causal else range(0)
-    row_starts = torch.zeros(B * H * num_rows + 1, dtype=torch.int64, device=kept.device)
+    row_starts = kept.new_zeros(B * H * num_rows + 1, dtype=torch.int64)
     # each begins with an empty part, since torch.cat needs one
-    columns_of_parts = [torch.zeros(0, dtype=torch.int32, device=kept.device)]
+    columns_of_parts = [kept.new_zeros(0)]
     masks_of_parts = list(columns_of_parts)
     part_rows = max(1, _CHUNK // max(1, num_columns))
     for index, part in enumerate(kept.reshape(B * H * num_rows, kept.shape[3]).split(part_rows)):

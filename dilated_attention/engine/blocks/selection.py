@@ -133,7 +133,7 @@ def block_means(x: Tensor, ranges: Tensor, padding: Tensor | None = None) -> Ten
         return fused(x, ranges, padding)
     B, _, H, D = x.shape
     dtype = accumulation_dtype(x.dtype)
-    means = torch.empty((B, H, ranges.shape[1], D), dtype=dtype, device=x.device)
+    means = x.new_empty((B, H, ranges.shape[1], D), dtype=dtype)
     for row, (low, high) in enumerate(ranges.T.tolist()):
         values, count = x[:, low:high], high - low
         if padding is not None:

@@ -138,7 +138,7 @@ def block_means(x: Tensor, ranges: Tensor, padding: Tensor | None = None) -> Ten
     """Computes ``selection.block_means``, reading each position once and in place. The last stride of x (B, N, H, D) must be 1."""
     B, _, H, D = x.shape
     rows = ranges.shape[1]
-    means = torch.empty((B, H, rows, D), dtype=torch.float32, device=x.device)
+    means = x.new_empty((B, H, rows, D), dtype=torch.float32)
     if not means.numel():
         return means
     if padding is not None and padding.stride(1) != 1:

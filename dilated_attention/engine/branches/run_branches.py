@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options, Views, accumulation_dtype, placed
+from dilated_attention.backends.base import Options, Views, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.engine.branches import places
@@ -70,13 +70,11 @@ def forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
 ) -> tuple[Tensor, Tensor]:
     """See ``Runner.forward``."""
-    B, N, H, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H, N), dtype=accumulation_dtype(q.dtype), device=q.device)
+    out, lse = q.new_empty(q.shape), new_lse(q)
 
     def run(part: Part) -> None:
         views = q, k, v, out, lse.transpose(1, 2)
-        _forward(plan, part, part.narrow(H, *views), _masks_of(masks, part), saved)
+        _forward(plan, part, part.narrow(q.shape[2], *views), _masks_of(masks, part), saved)
 
     _in_chunks(plan, q.device, run)
     return placed((out,), into)[0], lse
@@ -86,7 +84,7 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
     """See ``Runner.backward``."""
     dout, q, k, v, out, lse = tensors
     H = q.shape[2]
-    grads = tuple([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)])
+    grads = tuple([x.new_empty(x.shape) for x in (q, k, v)])
     at_places = has_own_keys(plan) and (dlse is None or plan.backend.capabilities.lse_grad)
     dlse_rows = () if dlse is None else (dlse.contiguous().transpose(1, 2),)
 

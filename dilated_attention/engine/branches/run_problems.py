@@ -86,11 +86,9 @@ def run_forward(plan: Plan, problems: Problems, q: Tensor, k: Tensor, v: Tensor,
     # if nothing is merged, the kernels round to the final dtype
     out_dtype = q.dtype if problems.single else acc
     if problems.covered:
-        out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=acc, device=q.device)
+        out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=acc)
     else:
-        out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=acc, device=q.device)
+        out, lse = q.new_zeros(q.shape, dtype=out_dtype), q.new_full(q.shape[:3], -torch.inf, dtype=acc)
     if masks.padding is not None:
         k, v = without_padding(k, v, masks.padding)
     tensors, launches = _launches(plan, problems, "qkkqq", [q, k, v, out, lse], masks)
@@ -115,9 +113,8 @@ def run_forward(plan: Plan, problems: Problems, q: Tensor, k: Tensor, v: Tensor,
 def run_backward(plan: Plan, problems: Problems, tensors: Tensors, masks: Masks, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
     """Returns (dq, dk, dv) in the inputs' dtype. ``tensors``: as in ``backward``, but lse and dlse are (B, Nq, H)."""
     dout, q, k, v, out, lse = tensors
-    make = torch.empty if problems.covered else torch.zeros
-    dq = make(q.shape, dtype=lse.dtype, device=q.device)
-    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    dq = (lse.new_empty if problems.covered else lse.new_zeros)(q.shape)
+    dk, dv = lse.new_zeros(k.shape), lse.new_zeros(v.shape)
     k_, v_ = without_padding(k, v, masks.padding)
     # a row without keys must give its (masked) scores weight 0; exp(s − (+inf)) does that in every kernel
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -182,15 +179,13 @@ def shares(backend: Backend, tensors: Tensors, options: Options, dlse: Tensor | 
         return dq, dk, dv
     assert dlse is not None
     dlse_PLG = dlse.transpose(1, 2)
-    ones = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    values = torch.zeros_like(ones)
+    ones, values = q.new_zeros(q.shape), q.new_zeros(q.shape)
     ones[..., 0] = 1
     values[..., 0] = -dlse_PLG
     if q.shape[-1] > 1:
         ones[..., 1] = 1
         values[..., 1] = -dlse_PLG - values[..., 0].to(dlse.dtype)
-    zero_v = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
-    more_dq, more_dk, _ = backend.backward(ones, q, k, zero_v, values, lse, replace(options, dropout=None), keys)
+    more_dq, more_dk, _ = backend.backward(ones, q, k, k.new_zeros(k.shape), values, lse, replace(options, dropout=None), keys)
     if keys is not None:
         # lists are long: their shares are summed once more
         dq, dk = (x.to(accumulation_dtype(q.dtype)) for x in (dq, dk))

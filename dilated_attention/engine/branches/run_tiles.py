@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Views, new_results
+from dilated_attention.backends.base import Views, new_lse, new_results
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.table import Extent, counts_of, scratch_bytes
 from dilated_attention.engine.branches.launches import Masks, narrowed, without_padding
@@ -122,9 +122,7 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> bool:
     rehearsed, saved = replace(plan, made={}), q.new_empty(0) if plan.is_saved else None
     with on_device(tensors[0].device):
         if plan.is_backward:
-            out = torch.empty(q.shape, dtype=q.dtype, device="meta")
-            lse = out.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-            backward(rehearsed, (*dout, q, k, v, out, lse), masks, None, saved)
+            backward(rehearsed, (*dout, q, k, v, q.new_empty(q.shape), new_lse(q)), masks, None, saved)
         else:
             forward(rehearsed, q, k, v, masks, saved)
     return True
@@ -135,7 +133,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     k, v = without_padding(k, v, masks.padding)
     (out,) = new_results(into, (q,))
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    lse = new_lse(q)
     for share in plan.once("shares", lambda: shares_of(plan, q.device)):
         _forward(plan, share, share.narrow(q.shape[2], q, k, v, out), share.rows(lse), masks, saved)
     return out, lse

@@ -242,7 +242,7 @@ def rotate_and_append(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cached
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == cached.k.stride(-1) == cached.v.stride(-1) == 1
     (q_cos, q_sin), (k_cos, k_sin) = tables if tables is not None else ((q, q), (q, q))
     assert tables is None or all(x.is_contiguous() and x.numel() == B * (D // 2) and x.dtype is torch.float32 for x in (q_cos, k_sin))
-    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
+    out = q.new_empty((B, H, D))
     table = cached.table
     with on_device(q.device):
         append_kernel[(B, H + 2 * K)](
@@ -276,10 +276,8 @@ def decode(q: Tensor, cached: Cached, runs: Runs, scale: float, *, num_splits: i
         rows, processors = B * (H // heads), multiprocessors(q.device)
         wanted = triton.cdiv((_PROGRAMS if rows < processors else _PROGRAMS_OF_MANY_ROWS) * processors, max(1, rows))
         num_splits = max(1, min(wanted, triton.cdiv(runs.max_keys, keys), _MOST_SPLITS))
-    out = torch.empty((B, H, D), dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H), dtype=torch.float32, device=q.device)
-    parts = torch.empty((B, H, num_splits, D), dtype=torch.float32, device=q.device)
-    part_lses = torch.empty((B, H, num_splits), dtype=torch.float32, device=q.device)
+    out, lse = q.new_empty((B, H, D)), q.new_empty((B, H), dtype=torch.float32)
+    parts, part_lses = lse.new_empty((B, H, num_splits, D)), lse.new_empty((B, H, num_splits))
     kept = runs.kept
     assert runs.first.is_contiguous() and runs.ends.is_contiguous() and (kept is None or kept.is_contiguous())
     with on_device(q.device):

@@ -303,7 +303,7 @@ def bias_of(inputs: CallInputs, query_offset: int, with_gradient: bool = False) 
     acc = accumulation_dtype(q.dtype)
     # of any strides, where launches are kept
     coordinates = positions_as_places(k.shape[1], k, acc) if coordinates is None else coordinates.to(acc).contiguous()
-    gradient = torch.zeros(slopes.shape, dtype=acc, device=slopes.device) if with_gradient else None
+    gradient = slopes.new_zeros(slopes.shape, dtype=acc) if with_gradient else None
     return Bias(coordinates[:, query_offset : query_offset + q.shape[1]], coordinates, slopes.detach().to(acc), gradient)
 
 

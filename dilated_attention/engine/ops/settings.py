@@ -163,8 +163,7 @@ def with_needs_grad(text: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def pattern_of(branches: Branches) -> DilatedPattern:
-    lengths, rates, head_offsets, branch_heads, tail = branches
-    return DilatedPattern(lengths, rates, head_offsets, branch_heads, tail)
+    return DilatedPattern(*branches)
 
 
 def checked_branches(branches: tuple[Any, ...], num_heads: int) -> Branches:

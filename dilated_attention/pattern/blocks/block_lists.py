@@ -289,7 +289,7 @@ def _masked_blocks(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) ->
     blocks, full, key = pattern.entries(grid, heads)
     partial = (~full).nonzero()[:, 0]
     if not partial.numel():
-        bits = torch.zeros((0, grid.q_block, grid.k_block // WORD), dtype=torch.int32, device=grid.device)
+        bits = key.new_zeros((0, grid.q_block, grid.k_block // WORD), dtype=torch.int32)
         return blocks, torch.full_like(key, -1, dtype=torch.int32), bits, partial
     key = key[partial]
     # blocks with equal keys have equal masks, except that one at the end may be shorter: it gets a key of its own

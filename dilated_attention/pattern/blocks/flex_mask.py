@@ -59,7 +59,7 @@ def from_block_mask(block_mask: BlockMask, *, batch: int | None = None) -> Block
 
     def table(counts: Tensor, indices: Tensor) -> BlockTensor:
         counts, indices, columns = counts[chosen], indices[chosen].long(), -(-num_keys // sizes[1])
-        kept = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+        kept = indices.new_zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool)
         kept = kept.scatter_(-1, torch.where(_is_listed(counts, indices), indices, columns), True)[..., :columns]
         kept = kept.repeat_interleave(sizes[0] // q_block, 1).repeat_interleave(sizes[1] // k_block, 2)
         return BlockTensor(kept[:, : -(-num_queries // q_block), : -(-num_keys // k_block)], block_size=(q_block, k_block))
@@ -117,7 +117,7 @@ def _are_of_head_0(
     grid = masked.grid(num_positions, device=partial.mask.device)
     (_, row, column), is_full, _ = replace(masked, per_head=False).entries(grid, (0,))
     # the blocks of which it keeps some pair, and those of which it keeps every pair
-    kept, whole = torch.zeros((2, *partial.mask.shape[1:]), dtype=torch.bool, device=partial.mask.device)
+    kept, whole = partial.mask.new_zeros((2, *partial.mask.shape[1:]))
     kept[row, column] = True
     whole[row, column] = is_full
     # a large block is listed where any block that it was cut into keeps a pair
@@ -184,7 +184,7 @@ def _padded_tables(lists: BlockLists, starts: Tensor, values: Tensor, kinds: Seq
     shape = (lists.num_batch, lists.num_heads, (starts.shape[0] - 1) // lists.num_groups)
     tables: list[Tensor] = []
     for chosen, first in zip(kinds, before, strict=True):
-        table = torch.zeros((starts.shape[0] - 1, width), dtype=torch.int32, device=starts.device)
+        table = values.new_zeros((starts.shape[0] - 1, width))
         place = torch.arange(int(first[-1]), device=starts.device) - first[row[chosen]]
         table[row[chosen], place] = values[chosen]
         tables += [first.diff().to(torch.int32).view(shape), table.view(*shape, width)]
