@@ -30,7 +30,7 @@ from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
-from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, ResolvedCall, positions_as_places, record_of
+from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, Outputs, ResolvedCall, positions_as_places, record_of
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.base import redefined_classes
@@ -60,7 +60,7 @@ class ResolvedRing(ResolvedCall):
     def name(self) -> str:  # type: ignore[override]
         return op_name(self.settings)
 
-    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> Outputs:
         ring_pass = RingPass(self, inputs, bias)
         ring_pass.seq_len, number = agreed_call(
             ring_pass.members, inputs, self.settings, ring_pass.ring, ring_pass.bounds, self.alive, ring_pass.check_kernels

@@ -19,6 +19,8 @@ from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[Tensor, ...]
 Terms = list[tuple[str, int]]
+# out and lse
+Result = tuple[Tensor, Tensor]
 T = TypeVar("T")
 
 
@@ -26,9 +28,7 @@ class Runner(Protocol):
     """A way to run a plan: problem by problem or in one launch (``branches/run_problems.py``), branches in chunks with one merge each
     (``branches/run_branches.py``), or a whole call on this project's kernels (``branches/run_tiles.py``)."""
 
-    def forward(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None) -> Result:
         """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq) in the accumulation dtype), contiguous.
 
         Args:

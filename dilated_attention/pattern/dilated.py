@@ -25,6 +25,8 @@ from dilated_attention.pattern.checks import (
 )
 
 HeadOffsets = Literal["cyclic", "blocked", "zero"] | Sequence[Sequence[int]]
+# of each branch, that of each head
+Offsets = tuple[tuple[int, ...], ...]
 # the offset of a head that does not run a branch
 NOT_IN_BRANCH = -1
 
@@ -55,7 +57,7 @@ class DilatedPattern(Pattern):
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
-    head_offsets: str | tuple[tuple[int, ...], ...] = "cyclic"
+    head_offsets: str | Offsets = "cyclic"
     branch_heads: str = "all"
     tail: str = "mask"
 
@@ -83,7 +85,7 @@ class DilatedPattern(Pattern):
         object.__setattr__(self, "dilation_rates", rates)
         object.__setattr__(self, "head_offsets", self._checked_offsets(self.head_offsets))
 
-    def _checked_offsets(self, offsets: Any) -> str | tuple[tuple[int, ...], ...]:
+    def _checked_offsets(self, offsets: Any) -> str | Offsets:
         """Returns ``head_offsets`` as it is stored, a name or one tuple of H integers per branch, or raises."""
         if isinstance(offsets, str) or not isinstance(offsets, Sequence):
             one_of("head_offsets", offsets, ("cyclic", "blocked", "zero"), also="or one list of H integers per branch")
@@ -121,7 +123,7 @@ class DilatedPattern(Pattern):
         """Returns (w, r) of each branch."""
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
-    def offsets(self, num_heads: int) -> tuple[tuple[int, ...], ...]:
+    def offsets(self, num_heads: int) -> Offsets:
         """Returns o_h for each branch and head; −1 (``NOT_IN_BRANCH``) if the head does not run the branch."""
         num_heads = as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS)
         heads = range(num_heads)

@@ -36,7 +36,7 @@ from dilated_attention.engine.branches.launches import (
 from dilated_attention.engine.branches.places import Layout, Stage, layout_of, stages_of, view_of
 from dilated_attention.engine.branches.problems import Problem, Problems, Range, problems_of, whole_shape
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
-from dilated_attention.engine.plan import Plan, Tensors, Terms
+from dilated_attention.engine.plan import Plan, Result, Tensors, Terms
 
 # given a problem, returns the view of its rows in a buffer; None if they are written into the result itself
 BufferView = Callable[[Problem], View | None]
@@ -66,9 +66,7 @@ class Part(NamedTuple):
         return narrowed(tensors, num_heads, self.heads, positions=slice(*self.positions))
 
 
-def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None) -> Result:
     """See ``Runner.forward``."""
     out, lse = q.new_empty(q.shape), new_lse(q)
 
@@ -247,9 +245,7 @@ def _backward(plan: Plan, part: Part, tensors: list[Tensor], masks: Masks, saved
         places.combine(layout, grads, buffers)
 
 
-def _launch_forward(
-    plan: Plan, launch: Launch, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Views = (None, None)
-) -> tuple[Tensor, Tensor]:
+def _launch_forward(plan: Plan, launch: Launch, q: Tensor, k: Tensor, v: Tensor, options: Options, into: Views = (None, None)) -> Result:
     """Returns (out (P, L, G, D), lse (P, G, L)) of a launch alone, before any merge; its zero keys are included."""
     out, lse = plan.backend.forward(q, k, v, options, out=into)
     if zero_keys := launch.problem.zero_keys:

@@ -33,16 +33,14 @@ from dilated_attention.engine.branches.launches import (
     without_padding,
 )
 from dilated_attention.engine.branches.problems import Problems
-from dilated_attention.engine.plan import Plan, Tensors, Terms
+from dilated_attention.engine.plan import Plan, Result, Tensors, Terms
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # kernels pad the rows of their sums to a multiple of this
 _TILE = 128
 
 
-def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None) -> Result:
     """See ``Runner.forward``."""
     if not plan.one_launch:
         out, lse = run_forward(plan, plan.problems, q, k, v, masks)
@@ -80,7 +78,7 @@ def backward(plan: Plan, tensors: Tensors, masks: Masks, dlse: Tensor | None, sa
     return grads
 
 
-def run_forward(plan: Plan, problems: Problems, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def run_forward(plan: Plan, problems: Problems, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Result:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, Nq, H) in the accumulation dtype)."""
     acc = accumulation_dtype(q.dtype)
     # if nothing is merged, the kernels round to the final dtype

@@ -19,7 +19,7 @@ from dilated_attention.backends.tiles.table import Extent, counts_of, scratch_by
 from dilated_attention.engine.branches.launches import Masks, narrowed, without_padding
 from dilated_attention.engine.branches.places import input_bytes, layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
-from dilated_attention.engine.plan import Plan, Tensors, Terms
+from dilated_attention.engine.plan import Plan, Result, Tensors, Terms
 from dilated_attention.pattern import DilatedPattern
 
 # kinds of passes whose kernels are compiled or being compiled
@@ -128,9 +128,7 @@ def compile_ahead(plan: Plan, tensors: Tensors, has_padding: bool) -> bool:
     return True
 
 
-def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, masks: Masks, saved: Tensor | None, into: Views | None = None) -> Result:
     k, v = without_padding(k, v, masks.padding)
     (out,) = new_results(into, (q,))
     lse = new_lse(q)

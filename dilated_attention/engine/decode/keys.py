@@ -23,6 +23,9 @@ from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPatter
 from dilated_attention.pattern.blocks.window import GlobalLocal
 from dilated_attention.pattern.checks import as_int, shown
 
+# [low, high) of positions
+Stretches = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class Runs:
@@ -112,7 +115,7 @@ class RowKeys(ABC):
         """Looks up what rows at these positions need and returns the generation of the tables that hold it."""
         return self.generation
 
-    def needed(self, position: int) -> tuple[tuple[int, int], ...]:
+    def needed(self, position: int) -> Stretches:
         """Returns stretches [low, high) of positions before ``position`` that it or later rows may read. All others can be evicted."""
         return ((max(0, position - self.span + 1), position),)
 
@@ -120,7 +123,7 @@ class RowKeys(ABC):
         """Returns the last position ≤ ``position`` at which numbering may restart from 0 without changing what later rows read."""
         return 0
 
-    def before(self, position: int) -> tuple[tuple[tuple[int, int], ...], list[int], int]:
+    def before(self, position: int) -> tuple[Stretches, list[int], int]:
         """Returns what several rows from ``position`` on find before their own keys: (stretches of ``needed``, where each begins, length).
 
         The length counts keys that no row needs as well, where the pattern is only the same with them in between.
@@ -163,7 +166,7 @@ class DilatedKeys(RowKeys):
         taken = (self._offsets != NOT_IN_BRANCH) & (index * self._rates == inside - self._offsets)
         return Runs.of(at - inside + self._offsets, torch.where(taken, index + 1, 0), self._stride, self.max_keys)
 
-    def needed(self, position: int) -> tuple[tuple[int, int], ...]:
+    def needed(self, position: int) -> Stretches:
         return ((min(position // w * w for w in self.pattern.segment_lengths), position),)
 
     def align(self, position: int) -> int:
@@ -205,7 +208,7 @@ class WindowKeys(RowKeys):
         dense = (positions + 1).to(torch.int32) if self.left + 1 == self.max_length else None
         return Runs.of(low[:, None, None], near[:, None, None], self._stride, self.max_keys, dense=dense)
 
-    def needed(self, position: int) -> tuple[tuple[int, int], ...]:
+    def needed(self, position: int) -> Stretches:
         low = max(0, position - self.left)
         if low <= self.first_keys:
             return ((0, position),)

@@ -26,11 +26,13 @@ from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
-from dilated_attention.engine.plan import Plan
+from dilated_attention.engine.plan import Plan, Result
 from dilated_attention.pattern.blocks.base import redefined_classes
 
 MaybeTensor = torch.Tensor | None
 Tensors = tuple[torch.Tensor, ...]
+# out, lse, and what the backward needs in addition, if anything
+Outputs = tuple[torch.Tensor, torch.Tensor, MaybeTensor]
 _OUTER = ("dout", "dlse", "out", "lse", "saved")
 # the largest number of sets of shapes and strides that are remembered for one kind of call
 MOST_PASSES = 256
@@ -92,7 +94,7 @@ class ResolvedCall(ABC):
     alive: Any = None
 
     @abstractmethod
-    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> Outputs:
         """Returns the outputs. out (B, Nq, H, D) and lse (B, H, Nq) are contiguous. In one process there is at least one query, and the
         record knows the documents.
 
@@ -105,7 +107,7 @@ class ResolvedCall(ABC):
     def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
 
-    def run_forward(self, inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def run_forward(self, inputs: CallInputs) -> Outputs:
         """``forward`` and the sinks, without autocast, and with an explanation if memory runs out."""
         q, call = inputs.q, self.with_documents(inputs.cu_seqlens, inputs.k.shape[1])
         if not (q.numel() or self.settings.sharding):
@@ -155,7 +157,7 @@ class ResolvedCall(ABC):
         *grads, dslopes, dsinks = op(dout, dlse, *inputs[:3], *outputs[:2], saved, *inputs[3:], *self.settings.arguments())
         return *grads, None if inputs.slopes is None else dslopes, None if inputs.sinks is None else dsinks
 
-    def __call__(self, inputs: CallInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, inputs: CallInputs) -> Result:
         """Returns (out, lse), recorded by autograd if gradients are needed."""
         out, lse = _record(self, *inputs) if self.settings.needs_grad else self.run_forward(inputs)[:2]
         return out, lse
@@ -182,7 +184,7 @@ class DirectAttention(torch.autograd.Function):
     """The autograd function of a call outside the dispatcher, the same one for every op."""
 
     @staticmethod
-    def forward(ctx: Any, call: ResolvedCall, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, call: ResolvedCall, *inputs: Any) -> Result:  # type: ignore[override]
         outputs = call.run_forward(CallInputs(*inputs))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *outputs)
@@ -265,7 +267,7 @@ class ResolvedDilated(LocalCall):
 
     name = "dilated_attention"
 
-    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> Outputs:
         """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
         (q, k, v), plan = self.tensors_and_pass(inputs[:3], inputs, self.documents is None or self.saves_documents)
         saved = q.new_empty(plan.saved) if plan.saved else None

@@ -34,6 +34,7 @@ from dilated_attention.engine.ops.resolve import (
     CallInputs,
     LocalCall,
     MaybeTensor,
+    Outputs,
     ResolvedCall,
     ResolvedDilated,
     Tensors,
@@ -42,7 +43,7 @@ from dilated_attention.engine.ops.resolve import (
     resolve,
 )
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
-from dilated_attention.engine.plan import Plan
+from dilated_attention.engine.plan import Plan, Result
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
@@ -128,7 +129,7 @@ def blocks_request(
 
 def forward_lists(
     backend: Backend, lists: BlockLists, q: Tensor, k: Tensor, v: Tensor, options: Options, *, front: int = 0, into: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
 
     Args:
@@ -225,7 +226,7 @@ def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
     return torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim), front, 0), value=value).contiguous() if front else x
 
 
-def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Result:
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that the pattern keeps."""
     k, v = without_padding(k, v, padding)
     if len(pieces) == 1:
@@ -268,7 +269,7 @@ class ResolvedBlocks(LocalCall):
 
     name = "block_sparse_attention"
 
-    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> Outputs:
         (q, k, v), pieces = self.tensors_and_pass(inputs[:3], inputs, bias)
         return *blocks_forward(pieces, q, k, v, inputs.key_padding_mask), None
 
@@ -329,7 +330,7 @@ class ResolvedUnion(ResolvedCall):
         tensors, plan = dilated.tensors_and_pass(tensors, inputs, False)
         return *blocks.tensors_and_pass(tensors, inputs, bias), plan
 
-    def forward(self, inputs: CallInputs, bias: Bias | None) -> tuple[torch.Tensor, torch.Tensor, MaybeTensor]:
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> Outputs:
         (q, k, v), pieces, plan = self.tensors_and_passes(inputs[:3], inputs, bias)
         out_of_blocks, lse_of_blocks = blocks_forward(pieces, q, k, v, inputs.key_padding_mask)
         out, lse = plan.runner.forward(plan, q, k, v, masks_of(inputs, bias), None)

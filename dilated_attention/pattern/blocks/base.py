@@ -38,6 +38,10 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Blocks = tuple[Tensor, Tensor, Tensor]
 # what blocks are: (state, key); partial blocks of equal keys have equal masks
 States = tuple[Tensor, Tensor]
+# the first position of each block or query, or its first key, and the last one or the one after it
+Ends = tuple[Tensor, Tensor]
+# (left, right) of a window, None for unbounded
+Sides = tuple[int | None, int | None]
 # states of a block: no pair kept · some pairs kept · every pair within the sequence kept
 ABSENT, PARTIAL, FULL = 0, 1, 2
 # in specs: what begins a reference to a live pattern, and the key of a pattern's class
@@ -79,15 +83,15 @@ class Grid:
     def range(self, first: int, last: int) -> Tensor:
         return torch.arange(first, last, device=self.device)
 
-    def queries(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, row: Tensor) -> Ends:
         """Returns the first and the last position of query blocks."""
         return self._ends(row, self.q_block)
 
-    def keys(self, column: Tensor) -> tuple[Tensor, Tensor]:
+    def keys(self, column: Tensor) -> Ends:
         """Returns the first and the last position of key blocks."""
         return self._ends(column, self.k_block)
 
-    def _ends(self, block: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def _ends(self, block: Tensor, size: int) -> Ends:
         first = block * size
         last = first + (size - 1)
         return first, last if self.num_positions % size == 0 else last.clamp(max=self.num_positions - 1)
@@ -221,7 +225,7 @@ class BlockPattern(Pattern):
         return OBJECT in self.spec()
 
     @property
-    def dense_window(self) -> tuple[int | None, int | None] | None:
+    def dense_window(self) -> Sides | None:
         """The (left, right) of dense attention with a window that keeps the same pairs, None for unbounded; None if there is no such."""
         return None
 
@@ -315,7 +319,7 @@ class BlockPattern(Pattern):
         """Returns the pattern restricted to pairs with j ≤ i."""
         return self & _classes["Causal"](block_size=self.block_size)
 
-    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> Ends | None:
         """Returns (low, high) if every *kept* block keeps exactly its pairs with low[i] ≤ j < high[i]; None if that is not known.
         ``positions`` are those of the queries; the result is the same for all heads."""
         return None

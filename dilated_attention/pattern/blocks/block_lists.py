@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Grid, checked_positions, divided, head_of
+from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Ends, Grid, checked_positions, divided, head_of
 from dilated_attention.pattern.blocks.whole_blocks import ordered
 from dilated_attention.pattern.checks import check_bool
 
@@ -60,7 +60,7 @@ class BlockLists:
     columns: Tensor
     masks: Tensor | None
     bits: Tensor
-    interval: tuple[Tensor, Tensor] | None = None
+    interval: Ends | None = None
     num_rows: int = field(init=False)
     num_columns: int = field(init=False)
     num_groups: int = field(init=False)
@@ -333,7 +333,7 @@ def _pairs_in_blocks(grid: Grid, row: Tensor, column: Tensor) -> Tensor:
     return (last_query - first_query + 1) * (last_key - first_key + 1)
 
 
-def _interval_of(kept: BlockLists, grid: Grid) -> tuple[Tensor, Tensor] | None:
+def _interval_of(kept: BlockLists, grid: Grid) -> Ends | None:
     """Returns (low, high) such that every mask keeps just its pairs with low[i] ≤ j < high[i]; None if there are none.
 
     The candidate for a query is the shortest interval that holds all keys that its masks keep. It fits if it has as many keys in each block

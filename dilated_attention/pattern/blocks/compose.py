@@ -21,8 +21,10 @@ from dilated_attention.pattern.blocks.base import (
     SEED,
     BlockPattern,
     Blocks,
+    Ends,
     Grid,
     MaskMod,
+    Sides,
     States,
     _classes,
     redefined_classes,
@@ -168,7 +170,7 @@ class Intersection(_Composite):
     join, join_states = operator.and_, torch.minimum
 
     @property
-    def dense_window(self) -> tuple[int | None, int | None] | None:
+    def dense_window(self) -> Sides | None:
         windows = [part.dense_window for part in self.parts]
         # a derived class may keep other pairs
         if None in windows or type(self) is not Intersection:
@@ -186,7 +188,7 @@ class Intersection(_Composite):
     def cost(self, grid: Grid) -> float:
         return min(part.cost(grid) for part in self.parts)
 
-    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> Ends | None:
         intervals = [ends for part in self.parts if (ends := part.interval(positions, num_positions)) is not None]
         if len(intervals) < len(self.parts):
             return None

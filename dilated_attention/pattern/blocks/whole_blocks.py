@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, SEED, BlockPattern, Blocks, Grid, States
+from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, SEED, BlockPattern, Blocks, Ends, Grid, States
 from dilated_attention.pattern.checks import check_bool, check_number, shown
 
 
@@ -31,7 +31,7 @@ class WholeBlocks(BlockPattern):
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
         return self.keeps(grid, head, row, column).to(torch.int8) * FULL, torch.zeros_like(row)
 
-    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> Ends | None:
         return torch.zeros_like(positions), torch.full_like(positions, num_positions)
 
 
@@ -234,7 +234,7 @@ class BlockTensor(BlockTable):
         return self.mask[heads]
 
 
-def own_columns(grid: Grid, row: Tensor) -> tuple[Tensor, Tensor]:
+def own_columns(grid: Grid, row: Tensor) -> Ends:
     """Returns the first and the last key block that hold positions of a query block."""
     first, last = grid.queries(row)
     return first // grid.k_block, last // grid.k_block

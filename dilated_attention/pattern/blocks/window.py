@@ -14,8 +14,10 @@ from dilated_attention.pattern.blocks.base import (
     SEED,
     BlockPattern,
     Blocks,
+    Ends,
     Grid,
     MaskMod,
+    Sides,
     States,
     divided,
     state_of,
@@ -29,17 +31,17 @@ class IntervalPattern(BlockPattern):
     """Base class of patterns in which query i keeps the keys low(i) ≤ j < high(i). Neither end falls from one query to the next."""
 
     @abstractmethod
-    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+    def reach(self, positions: Tensor, num_positions: int) -> Ends:
         """Returns (low, high) of queries at these positions: their first key and one after their last key."""
 
-    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> Ends | None:
         return self.reach(positions, num_positions)
 
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
         low, high = self.reach(queries, num_positions)
         return (keys >= low) & (keys < high)
 
-    def stretch(self, grid: Grid, row: Tensor) -> tuple[Tensor, Tensor]:
+    def stretch(self, grid: Grid, row: Tensor) -> Ends:
         """Returns (first, last + 1) column that each row reaches."""
         (low, _), (_, high) = (self.reach(query, grid.num_positions) for query in grid.queries(row))
         return low // grid.k_block, (high + (grid.k_block - 1)) // grid.k_block
@@ -67,7 +69,7 @@ class LocalWindow(IntervalPattern):
     Differs from the paper: its window w is left + right.
     """
 
-    window: int | tuple[int | None, int | None]
+    window: int | Sides
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +87,7 @@ class LocalWindow(IntervalPattern):
     is_prefix_stable = shares_lists = True
 
     @property
-    def dense_window(self) -> tuple[int | None, int | None] | None:
+    def dense_window(self) -> Sides | None:
         # a derived class may keep other pairs
         return self.window if type(self) in (LocalWindow, Causal) else None  # type: ignore[return-value]
 
@@ -103,7 +105,7 @@ class LocalWindow(IntervalPattern):
         assert isinstance(self.window, tuple)
         return LocalWindow((self.window[0], 0), block_size=self.block_size)
 
-    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+    def reach(self, positions: Tensor, num_positions: int) -> Ends:
         left, right = self.sides(num_positions)
         return (positions - left).clamp(min=0), (positions + (right + 1)).clamp(max=num_positions)
 
@@ -113,7 +115,7 @@ class Causal(LocalWindow):
     """Keys up to the query: j ≤ i. ``is_causal=True`` adds the same restriction to any pattern."""
 
     shares_lists = True
-    window: tuple[int | None, int | None] = field(default=(None, 0), init=False, repr=False)
+    window: Sides = field(default=(None, 0), init=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Document(IntervalPattern):
     def cost(self, grid: Grid) -> float:
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
 
-    def reach(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+    def reach(self, positions: Tensor, num_positions: int) -> Ends:
         starts = torch.tensor((0, *self.lengths), device=positions.device).cumsum(0)
         document = torch.searchsorted(starts[1:], positions.contiguous(), right=True)
         # positions outside the sequence count as those of the last document
@@ -209,7 +211,7 @@ class GlobalLocal(LocalWindow):
         # neither global positions nor draws are those of a narrower window
         return BlockPattern.causal(self)
 
-    def interval(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor] | None:
+    def interval(self, positions: Tensor, num_positions: int) -> Ends | None:
         return None if self.global_tokens or self.per_head else super().interval(positions, num_positions)
 
 
