@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from dilated_attention.distributed.sharding.layout import Layout, joined
 from dilated_attention.engine.blocks.lists import block_lists
@@ -46,7 +47,7 @@ def balanced_layout(
     num_heads: int = 1,
     *,
     is_causal: bool = False,
-    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Layout:
     """Assigns positions to processes so that all of them finish at the same time.
@@ -102,7 +103,7 @@ def balanced_layout(
 
 def pairs_of(
     pattern: BlockPattern | DilatedPattern, documents: Sequence[Range], num_heads: int, *, is_causal: bool, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Returns the pairs of the query at each position, (N,) float64 on the CPU, as means over heads."""
     lengths = [end - start for start, end in documents]
     if isinstance(pattern, BlockPattern):
@@ -129,11 +130,11 @@ def pairs_of(
     return torch.cat([total[:length] for length in lengths]) if is_causal else total
 
 
-def _pairs_of_blocks(pattern: BlockPattern, lengths: Sequence[int], num_heads: int, is_causal: bool, device: torch.device) -> torch.Tensor:
+def _pairs_of_blocks(pattern: BlockPattern, lengths: Sequence[int], num_heads: int, is_causal: bool, device: torch.device) -> Tensor:
     """Returns ``pairs_of`` for a block pattern on documents of these lengths."""
 
     @functools.cache
-    def of_length(length: int) -> torch.Tensor:
+    def of_length(length: int) -> Tensor:
         """Returns the pairs of each query of a document, (length,) float64: all keys of the blocks that its row keeps."""
         lists = block_lists(pattern, length, num_heads, is_causal=is_causal, device=device)
         blocks_of_row = lists.row_starts.diff().view(lists.num_heads, -1).double().mean(0).cpu()
@@ -150,7 +151,7 @@ def _pairs_of_blocks(pattern: BlockPattern, lengths: Sequence[int], num_heads: i
 class Dealer:
     """Deals positions out to processes; documents are cut at multiples of ``unit``, counted from each document's first position."""
 
-    def __init__(self, pairs: Sequence[torch.Tensor], documents: Sequence[Range], size: int, unit: int) -> None:
+    def __init__(self, pairs: Sequence[Tensor], documents: Sequence[Range], size: int, unit: int) -> None:
         self.documents, self.size, self.unit, self.seq_len = documents, size, unit, documents[-1][1]
         self._starts = [start for start, _ in documents]
         # for each kind of layer: ((N + 1,), at position x the pairs of all queries below x; the mean pairs of a process). A pattern without
@@ -174,7 +175,7 @@ class Dealer:
         pairs = torch.stack([self._loads(mine).sum(0) for mine in runs])[:, 1:]
         return Layout(self.seq_len, runs, max([1.0, *pairs.flatten().tolist()]))
 
-    def _loads(self, runs: Sequence[Range]) -> torch.Tensor:
+    def _loads(self, runs: Sequence[Range]) -> Tensor:
         """Returns the load of each run, (runs, 1 + kinds) float64."""
         starts, ends = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
         pairs = [(sums[ends] - sums[starts]) / mean for sums, mean in self._kinds]
@@ -209,7 +210,7 @@ class Dealer:
         self._even_out(dealt)
         return dealt
 
-    def _exchange(self, loads: torch.Tensor, owner: torch.Tensor, excess: torch.Tensor) -> bool:
+    def _exchange(self, loads: Tensor, owner: Tensor, excess: Tensor) -> bool:
         """Swaps a piece of the most uneven process for another process's, or gives or takes a piece without return: whatever reduces the
         sum of squares of ``excess`` most. Returns False if nothing reduces it. If pieces were only given and taken, an equally even layout
         would have three times as many runs.
@@ -245,7 +246,7 @@ class Dealer:
         """
         pieces: list[Runs] = []
         # the load of the last piece; None if that is of a document that is cut
-        small: torch.Tensor | None = None
+        small: Tensor | None = None
         for (start, end), load in zip(self.documents, self._loads(self.documents), strict=True):
             most = float(load.max())
             if most <= largest:
@@ -300,10 +301,10 @@ def _checked(pattern: AnyPattern | Sequence[AnyPattern]) -> list[AnyPattern]:
     return patterns  # type: ignore[return-value]
 
 
-def _documents(cu_seqlens: torch.Tensor | Sequence[int] | None, seq_len: int) -> tuple[Range, ...]:
+def _documents(cu_seqlens: Tensor | Sequence[int] | None, seq_len: int) -> tuple[Range, ...]:
     """Returns (start, end) of each document that is not empty."""
     cu_seqlens = (0, seq_len) if cu_seqlens is None else cu_seqlens
-    if not isinstance(cu_seqlens, torch.Tensor):
+    if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(as_int_tuple("cu_seqlens", cu_seqlens))
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or not len(cu_seqlens):
         raise ValueError(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends.base import Bias, new_lse
 from dilated_attention.backends.hardware import detect, keep_for_graph
@@ -68,7 +69,7 @@ class ResolvedRing(ResolvedCall):
         out, lse = ring_pass.forward() if inputs.q.shape[0] else (new_like(inputs.q), new_lse(inputs.q))
         return out, lse, torch.tensor((ring_pass.seq_len, number), dtype=torch.int64)
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         out, lse, whole = outputs
         ring_pass = RingPass(self, inputs, bias, dout, out)
         ring_pass.seq_len, number = whole.tolist()
@@ -84,7 +85,7 @@ class RingPass:
     setup: RingSetup
     masks: Masks
 
-    def __init__(self, call: ResolvedRing, inputs: CallInputs, bias: Bias | None, *of_backward: torch.Tensor) -> None:
+    def __init__(self, call: ResolvedRing, inputs: CallInputs, bias: Bias | None, *of_backward: Tensor) -> None:
         self.call, self.inputs, self.bias, self.ring = call, inputs, bias, ring_call(call.settings)
         self.members, self.seq_len = members_named(self.ring.group_name), -1
         self.bounds = None if inputs.cu_seqlens is None else bounds_of(inputs.cu_seqlens)
@@ -128,7 +129,7 @@ class RingPass:
         self.masks = Masks(padding, 0 if seed is None else int(seed.item()), bias)
         self.tensors = self._reshard(self.tensors, "qkk", f"{what}: q, k and v")
 
-    def _whole(self, x: torch.Tensor, what: str) -> torch.Tensor:
+    def _whole(self, x: Tensor, what: str) -> Tensor:
         """Returns numbers (B, N, …) of all positions from this rank's (B, n, …)."""
         N, size = self.seq_len, self.members.size
         rows = [ShardSpec(spans(N, rank, size, self.ring.layout), (0, 1)) for rank in range(size)]
@@ -139,7 +140,7 @@ class RingPass:
         """Returns the wire. Every rank opens it, even one that has nothing to exchange."""
         return wire_of(self.members, self.ring.timeout, self.tensors[0].device)
 
-    def _reshard(self, tensors: Sequence[torch.Tensor], which: str, what: str, *, back: bool = False, add: bool = False) -> Tensors:
+    def _reshard(self, tensors: Sequence[Tensor], which: str, what: str, *, back: bool = False, add: bool = False) -> Tensors:
         """Regroups tensors of queries (``q``) and keys (``k``), named by the letters of ``which``, for the computation or back as given."""
         if self.setup.moves is None:
             return tuple(tensors)
@@ -154,7 +155,7 @@ class RingPass:
         out, lse = self._reshard((out, lse.transpose(1, 2)), "qq", "forward: out and lse", back=True)
         return out.contiguous(), lse.transpose(1, 2).contiguous()
 
-    def backward(self, lse: torch.Tensor, dlse: MaybeTensor) -> Tensors:
+    def backward(self, lse: Tensor, dlse: MaybeTensor) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the caller's layout. lse and dlse are (B, H, n)."""
         dout, out = self.of_backward
         self._move("backward")
@@ -174,7 +175,7 @@ class RingPass:
         return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
 
 
-def resolve_ring(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedRing:
+def resolve_ring(q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedRing:
     # a record would keep the function or tensor of such a pattern alive
     if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).is_bound_to_process:
         return ResolvedRing(settings, q.device.type, alive=pattern)

@@ -21,6 +21,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention.backends import BackendUnavailable, Hardware, detect
@@ -160,7 +161,7 @@ def explain_shortage(error: RuntimeError, name: str, x: Mapping[str, Any]) -> No
     if error.__cause__ is not None or not (of_cpu or isinstance(error, torch.OutOfMemoryError)):
         return
     try:
-        needs, device = needed(x), next(t.device for t in tree_leaves(dict(x)) if isinstance(t, torch.Tensor))
+        needs, device = needed(x), next(t.device for t in tree_leaves(dict(x)) if isinstance(t, Tensor))
         terms = ", ".join(f"{what} {readable(size)}" for what, size in needs if size)
         said = f"needs at least {readable(sum(size for _, size in needs))} ({terms})"
         if device.type == "cuda":
@@ -175,7 +176,7 @@ def explain_shortage(error: RuntimeError, name: str, x: Mapping[str, Any]) -> No
 def needed(x: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
     """Returns (what, bytes): of dilated self-attention the engine's account, of other attention inputs and results, else the inputs."""
     if "k" not in x:
-        return (("inputs", sum(t.nbytes for t in tree_leaves(dict(x)) if isinstance(t, torch.Tensor))),)
+        return (("inputs", sum(t.nbytes for t in tree_leaves(dict(x)) if isinstance(t, Tensor))),)
     q, k, trains = x["q"], x["k"], bool(x["needs_grad"] or "dout" in x)
     (B, N, H, D), Hk = q.shape, k.shape[2]
     if x["branches"] and not x["blocks"] and not x["sharding"] and k.shape[1] == N:

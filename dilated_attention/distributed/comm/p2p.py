@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dilated_attention.backends.base import accumulation_dtype
@@ -55,7 +56,7 @@ class Exchange:
     number: int
     what: str
     peers: tuple[int, ...]
-    tensors: tuple[torch.Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
     thread: int = field(default_factory=threading.get_ident)
     works: list[tuple[Any, tuple[int, ...], str]] = field(default_factory=list)
     ready: Any = None
@@ -128,7 +129,7 @@ class Wire:
         except RuntimeError as error:
             raise self.broken(opening, "a collective", everyone, error) from error
 
-    def start(self, sent: torch.Tensor, send_counts: list[int], came: torch.Tensor, came_counts: list[int], what: str) -> Exchange:
+    def start(self, sent: Tensor, send_counts: list[int], came: Tensor, came_counts: list[int], what: str) -> Exchange:
         """Begins an exchange of rows. All ranks that have rows to exchange call it in the same order.
 
         Args:
@@ -298,7 +299,7 @@ def _rows(positions: range, span: range, row: int) -> slice:
 
 
 def reshard(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     old: Sequence[Sequence[ShardSpec]],
     new: Sequence[Sequence[ShardSpec]],
     me: int,
@@ -306,14 +307,14 @@ def reshard(
     what: str,
     *,
     add: bool = False,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Returns each tensor (B, rows, heads, …) under its new division. ``old`` and ``new`` list every rank's holding for each tensor;
     ``add``: several ranks hold contributions to the same rows and heads, which are summed in the accumulation dtype."""
     if old == new:
         return list(tensors)
-    results, others = list[torch.Tensor](), [rank for rank in range(len(old[0])) if rank != me]
+    results, others = list[Tensor](), [rank for rank in range(len(old[0])) if rank != me]
     # bytes, and where others' go, by peer
-    outgoing, incoming = ([list[torch.Tensor]() for _ in old[0]] for _ in range(2))
+    outgoing, incoming = ([list[Tensor]() for _ in old[0]] for _ in range(2))
     for x, before, after in zip(tensors, old, new, strict=True):
         mine, needed, dtype = before[me], after[me], accumulation_dtype(x.dtype) if add else x.dtype
         shape = (x.shape[0], needed.rows, needed.heads[1] - needed.heads[0], *x.shape[3:])

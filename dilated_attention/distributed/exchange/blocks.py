@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dilated_attention.backends import Backend, Dropout, Mask, Options
 from dilated_attention.distributed.exchange.plan import KeySpan, RingProblem, on_device
@@ -39,12 +40,12 @@ class BlockPart(Part):
     the launch's rows (whole blocks) those that the rank holds, None for all; ``positions``: (L,) of the launch's rows, in the whole."""
 
     settings: CallSettings
-    place: torch.Tensor | None
-    positions: torch.Tensor
+    place: Tensor | None
+    positions: Tensor
     first_key: int
     lists: BlockLists
 
-    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+    def compute(self, tensors: Tensors, dlse: Tensor | None, masks: Masks, into: Tensor | None) -> Tensors:
         is_forward, place = len(tensors) == 3, self.place
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
         q, to = self._launched(q, 1), into if place is None else None
@@ -58,7 +59,7 @@ class BlockPart(Part):
         dq, dk, dv = backward_lists(backend, self.lists, (dout, q, k, v, out, lse), options, dlse, into=to)  # type: ignore[arg-type]
         return dq if place is None else dq.index_select(1, place), dk, dv
 
-    def _launched(self, x: torch.Tensor, dim: int, value: float = 0.0) -> torch.Tensor:
+    def _launched(self, x: Tensor, dim: int, value: float = 0.0) -> Tensor:
         """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
         if self.place is None:
             return x
@@ -66,7 +67,7 @@ class BlockPart(Part):
         shape[dim] = len(self.positions)
         return x.new_full(shape, value).index_copy_(dim, self.place, x)
 
-    def _options(self, q: torch.Tensor, masks: Masks) -> Options:
+    def _options(self, q: Tensor, masks: Masks) -> Options:
         settings, keys = self.settings, (self.first_key, self.first_key + self.key_rows.stop - self.key_rows.start)
         masks = masks_at(masks, self.positions, slice(*keys), self.heads)
         dropout = None
@@ -76,7 +77,7 @@ class BlockPart(Part):
             dropout = Dropout(settings.dropout_p, masks.seed, batch, heads, *positions)
         return settings.kernel_options(mask=Mask(masks.padding), dropout=dropout, bias=masks.bias)
 
-    def backend(self, q: torch.Tensor, k: torch.Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
+    def backend(self, q: Tensor, k: Tensor, has_padding: bool, is_backward: bool) -> Backend | None:
         """Returns the backend of a pass on tensors like these, or raises BackendUnavailable; None if no key is kept."""
         if not self.lists.num_entries or not q.shape[0]:
             return None

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dilated_attention.distributed.sharding.layout import joined
 from dilated_attention.engine.blocks.lists import block_lists, building_device
@@ -336,10 +337,10 @@ class RowIndex(NamedTuple):
     """``numbers`` of lines by peer, one after the other, on a device; ``counts``: of each peer."""
 
     counts: list[int]
-    numbers: torch.Tensor
+    numbers: Tensor
 
 
-def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
     """Returns the tables on a device, by one copy."""
     tensor = torch.from_numpy(np.concatenate(tables))
     # a copy from other memory would wait for all that the GPU has to do
@@ -391,8 +392,8 @@ class Step:
     own: tuple[tuple[int, int, int], ...]
     send: RowIndex
     place: RowIndex
-    sources: torch.Tensor
-    own_places: torch.Tensor
+    sources: Tensor
+    own_places: Tensor
     made: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -405,7 +406,7 @@ class Step:
         return not len(self.place.numbers) and self.own == (((0, 0, self.rows),) if self.rows else ())
 
     @property
-    def returned(self) -> torch.Tensor:
+    def returned(self) -> Tensor:
         """Which of the lines that come back, by peer, is that of each own line: (peers, own lines), as in ``sources``."""
         if (known := self.made.get("returned")) is not None:
             return known  # type: ignore[no-any-return]
@@ -424,7 +425,7 @@ class Step:
                 return slice(rows.start - place + row, rows.stop - place + row)
         return None
 
-    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def of_heads(self, x: Tensor) -> Tensor:
         """Returns the step's heads of x (B, n, Hk, D)."""
         return x if self.num_kv_heads == x.shape[2] else x[:, :, slice(*self.kv_heads)]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dilated_attention.backends.base import accumulation_dtype
 from dilated_attention.backends.hardware import has_kernels, on_device
@@ -36,8 +37,8 @@ from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import DilatedPattern
 
-Tensors = tuple[torch.Tensor, ...]
-Pair = tuple[torch.Tensor, torch.Tensor]
+Tensors = tuple[Tensor, ...]
+Pair = tuple[Tensor, Tensor]
 # how many steps have their keys in memory at once: the one that is computed and the next one
 AHEAD = 2
 # host time in ms that a ring's forward and backward take besides their launches: 0.3 and 1.4 on two H200s, 0.6 and 1.7 on two H100s
@@ -45,12 +46,12 @@ AHEAD = 2
 HOST_MS = 0.6, 1.7
 
 
-def _wide(lines: torch.Tensor) -> torch.Tensor:
+def _wide(lines: Tensor) -> Tensor:
     """Returns the lines (see ``Step``) viewed as int64 where their size allows it: a library carries at most 2³¹ numbers."""
     return lines.view(torch.int64) if lines.shape[1] * lines.itemsize % 8 == 0 else lines
 
 
-def copy(to: Pair, of: Pair, places: torch.Tensor, step: Step, arrived: Pair | None = None) -> None:
+def copy(to: Pair, of: Pair, places: Tensor, step: Step, arrived: Pair | None = None) -> None:
     """Sets each line of ``to`` to the line of ``of`` that ``places`` has for it, plus the lines that came.
 
     Args:
@@ -76,15 +77,13 @@ def copy(to: Pair, of: Pair, places: torch.Tensor, step: Step, arrived: Pair | N
         x.copy_(some)
 
 
-def views_of(memory: torch.Tensor) -> Pair:
+def views_of(memory: Tensor) -> Pair:
     """Returns K and V (B, rows, heads, D) of a memory (rows, heads, B, 2·D), or of lines and their heads."""
     keys, D = memory.permute(2, 0, 1, 3), memory.shape[3] // 2
     return keys[..., :D], keys[..., D:]
 
 
-def begin(
-    step: Step, of: Pair, sent: RowIndex, back: RowIndex, k: torch.Tensor, wire: Wire | None, what: str
-) -> tuple[torch.Tensor, Exchange | None]:
+def begin(step: Step, of: Pair, sent: RowIndex, back: RowIndex, k: Tensor, wire: Wire | None, what: str) -> tuple[Tensor, Exchange | None]:
     """Begins an exchange of lines of K and V, or of their gradients; all ranks begin theirs in the same order. Returns what comes, in k's
     dtype, and the exchange, None if this rank has no part in it. ``sent``, ``back``: the lines that are sent, and that come."""
     line = step.width, k.shape[0], 2 * k.shape[3]
@@ -100,7 +99,7 @@ def begin(
 class Keys:
     """The keys of a step, which may still be in flight. ``own``: the rank's own K and V (B, n, heads, D)."""
 
-    def __init__(self, step: Step, k: torch.Tensor, v: torch.Tensor, wire: Wire | None, what: str) -> None:
+    def __init__(self, step: Step, k: Tensor, v: Tensor, wire: Wire | None, what: str) -> None:
         """``k``, ``v``: the rank's (B, n, Hk, D); ``what``: the pass."""
         self.step, self.own = step, (step.of_heads(k), step.of_heads(v))
         self._keys: Pair | None = self.own if step.is_own else None
@@ -120,7 +119,7 @@ class Keys:
         return self._keys
 
 
-def send_back(step: Step, grads: Pair | None, k: torch.Tensor, wire: Wire | None) -> Callable[[Pair], None]:
+def send_back(step: Step, grads: Pair | None, k: Tensor, wire: Wire | None) -> Callable[[Pair], None]:
     """Begins to send gradients of a step's keys to the ranks that hold the keys. Returns what waits for the other ranks' shares, adds the
     own ones, and writes the sums to the step's heads of dk and dv (B, n, Hk, D).
 
@@ -149,7 +148,7 @@ class Part(ABC):
     passes: dict[Any, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+    def compute(self, tensors: Tensors, dlse: Tensor | None, masks: Masks, into: Tensor | None) -> Tensors:
         """Returns (out, lse (B, heads, rows)) of q, k and v, or (dq, dk, dv) of dout, q, k, v, out and lse. ``into``: where to write out or
         dq; a part that cannot write there returns another tensor."""
 
@@ -165,7 +164,7 @@ class QueryPart(Part):
     span: KeySpan
     first_head: int
 
-    def compute(self, tensors: Tensors, dlse: torch.Tensor | None, masks: Masks, into: torch.Tensor | None) -> Tensors:
+    def compute(self, tensors: Tensors, dlse: Tensor | None, masks: Masks, into: Tensor | None) -> Tensors:
         plan = self.plan(tensors[:5], masks)
         masks = masks_at(masks, slice(*self.queries), slice(self.span.start, self.span.end), self.heads, self.first_head)
         if len(tensors) == 3:
@@ -213,7 +212,7 @@ def parts_of(
     return tuple(sorted(parts, key=lambda part: part.span.start - part.span.end))
 
 
-def masks_at(masks: Masks, queries: slice | torch.Tensor, keys: slice, heads: Range, first_head: int = 0) -> Masks:
+def masks_at(masks: Masks, queries: slice | Tensor, keys: slice, heads: Range, first_head: int = 0) -> Masks:
     """Cuts the masks of a whole call to some queries, keys and heads. ``heads`` count from ``first_head``. A bias holds the places of all
     positions as its keys, so its queries are cut from those."""
     padding, bias = masks.padding, masks.bias
@@ -222,7 +221,7 @@ def masks_at(masks: Masks, queries: slice | torch.Tensor, keys: slice, heads: Ra
     return masks if padding is None and bias is None else masks._replace(padding=None if padding is None else padding[:, keys], bias=bias)
 
 
-def narrow(where: slice, dim: int, *tensors: torch.Tensor) -> Tensors:
+def narrow(where: slice, dim: int, *tensors: Tensor) -> Tensors:
     """Returns views of the range ``where`` of a dimension; the tensors themselves if that is all, since a view costs host time."""
     if where == slice(0, tensors[0].shape[dim]):
         return tensors
@@ -233,7 +232,7 @@ class SparseRows:
     """Index of every g-th row of each head: row i of head h is row g·i + offset(h) of a tensor (B, n, heads, …). ``step``: g; ``offsets``:
     of each key/value head; ``q``: a tensor like all queries."""
 
-    def __init__(self, step: int, offsets: tuple[int, ...], q: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, step: int, offsets: tuple[int, ...], q: Tensor, device: torch.device) -> None:
         _, n, H, _ = q.shape
         key_row = torch.arange(0, n, step, device=device)[:, None] + torch.tensor(offsets, device=device)
         row, head = key_row.repeat_interleave(H // len(offsets), 1), torch.arange(H, device=device)
@@ -248,7 +247,7 @@ class Term:
     others' keys are in flight; ``chosen_rows``: the rows of q, k and v that the term computes with, None for all."""
 
     def __init__(
-        self, parts: Sequence[Sequence[Part]], q: torch.Tensor, steps: Sequence[Step] = (), chosen_rows: SparseRows | None = None
+        self, parts: Sequence[Sequence[Part]], q: Tensor, steps: Sequence[Step] = (), chosen_rows: SparseRows | None = None
     ) -> None:
         self.chosen_rows, self.is_home, self.acc_dtype = chosen_rows, not steps, accumulation_dtype(q.dtype)
         # gradients of chosen rows are added to those of the home term, and rounded only then
@@ -272,10 +271,10 @@ class Term:
             return x
         return x[rows.queries if x.dim() == 4 else rows.stats]
 
-    def select_keys(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    def select_keys(self, k: Tensor, v: Tensor) -> Pair:
         return (k, v) if self.chosen_rows is None else (k[self.chosen_rows.keys], v[self.chosen_rows.keys])
 
-    def views(self, index: int, q: torch.Tensor, own: Pair, keys: Any) -> Iterator[tuple[Part, Tensors]]:
+    def views(self, index: int, q: Tensor, own: Pair, keys: Any) -> Iterator[tuple[Part, Tensors]]:
         """Yields each part of step ``index`` and the q, k and v that it reads, and waits for keys when one needs them. ``q``, ``own``: the
         term's queries, and the rank's K and V; ``keys``: those of the step (``Keys``)."""
         # parts on the rank's own keys are computed with the first step
@@ -288,8 +287,8 @@ class TermPass:
     """A forward or a backward of one term. ``tensors``: q, k, v and, in a backward, ``saved``: dout, out, lse (B, H, n), dlse or None, have
     all rows. ``out``, to which all parts write, is out, or in a backward dq; it and ``lse`` are the part's own if there is one alone."""
 
-    out: torch.Tensor
-    lse: torch.Tensor
+    out: Tensor
+    lse: Tensor
 
     def __init__(self, term: Term, masks: Masks, tensors: Tensors, saved: tuple[Any, ...] = ()) -> None:
         q, k, v = tensors
@@ -304,7 +303,7 @@ class TermPass:
         """Computes step ``index``. In a backward it returns the gradients of the step's keys and values; None if they are zero."""
         total: Tensors = ()
         # shares that are not in the total yet, each with its rows of the memory
-        waiting: list[tuple[slice, list[torch.Tensor]]] = []
+        waiting: list[tuple[slice, list[Tensor]]] = []
         rows = self.own[0].shape[1] if self.term.is_home else keys.step.rows
         for part, (q, k, v) in self.term.views(index, self.q, self.own, keys):
             place, dlse = None if self.term.has_one_part else part_of(part, self.out), None
@@ -341,13 +340,13 @@ class TermPass:
         return total or None  # type: ignore[return-value]
 
 
-def part_of(part: Part, x: torch.Tensor) -> torch.Tensor:
+def part_of(part: Part, x: Tensor) -> Tensor:
     """Returns a part's rows and heads of a tensor of queries (B, n, H, …) or of statistics (B, H, n)."""
     row_dim, head_dim = (1, 2) if x.dim() == 4 else (2, 1)
     return narrow(part.rows, row_dim, *narrow(slice(*part.heads), head_dim, x))[0]
 
 
-def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def added(one: Tensor, other: Tensor) -> Tensor:
     """Returns the sum, rounded once."""
     return (one.to(accumulation_dtype(one.dtype)) + other).to(one.dtype)
 
@@ -364,7 +363,7 @@ def dry_run(terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors) -> I
 
 
 def compile_ahead(
-    terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors, padding: torch.Tensor | None, *, exchanges: bool, needs_grad: bool
+    terms: Sequence[Term], steps: Sequence[Step], tensors: Tensors, padding: Tensor | None, *, exchanges: bool, needs_grad: bool
 ) -> None:
     """Plans a forward on q, k and v, which starts compiling its kernels, those of its backward and those that copy keys. For a first call,
     so that they compile while the ranks connect."""
@@ -378,7 +377,7 @@ def compile_ahead(
             part.plan(views, Masks(padding))
 
 
-def compile_copies(step: Step, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> None:
+def compile_copies(step: Step, k: Tensor, v: Tensor, dtype: torch.dtype | None) -> None:
     """Starts compiling the copies of steps like this one: copies of meta tensors do. ``dtype``: of the sums of gradients, if any."""
     wire: Any = SimpleNamespace(start=lambda *_: SimpleNamespace(wait=lambda: None))
     own_k, own_v = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (k, v))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dilated_attention.distributed.comm.group import Members, members_of
 from dilated_attention.engine.branches.problems import Range
@@ -166,7 +167,7 @@ def local_length(seq_len: int, rank: int, size: int, layout: str | Layout) -> in
 
 def local_positions(
     group_or_mesh: Any, seq_len: int, *, layout: str | Layout = "contiguous", device: torch.device | str | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """Returns the positions (n,) int64 of this rank's rows in the whole sequence, for rotary embeddings and position ids.
 
     Args:
@@ -179,14 +180,14 @@ def local_positions(
     return positions_of(seq_len, members.rank, members.size, layout, device)
 
 
-def positions_of(seq_len: int, rank: int, size: int, layout: str | Layout, device: torch.device | str | None) -> torch.Tensor:
+def positions_of(seq_len: int, rank: int, size: int, layout: str | Layout, device: torch.device | str | None) -> Tensor:
     """Same as ``local_positions``, but for any rank."""
     return torch.cat([torch.arange(*span, device=device) for span in spans(seq_len, rank, size, layout)])
 
 
 def shard_sequence(
-    group_or_mesh: Any, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, layout: str | Layout = "contiguous"
-) -> list[torch.Tensor]:
+    group_or_mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int], *, layout: str | Layout = "contiguous"
+) -> list[Tensor]:
     """Cuts out this rank's shard of tensors that every rank holds whole, each along its sequence dimension.
 
     Differentiable; needs no communication.
@@ -208,7 +209,7 @@ def shard_sequence(
     return [_cut(x, dim, spans(x.shape[dim], members.rank, members.size, layout)) for x, dim in zip(buffers, dims, strict=True)]
 
 
-def _cut(x: torch.Tensor, dim: int, held: Sequence[Span]) -> torch.Tensor:
+def _cut(x: Tensor, dim: int, held: Sequence[Span]) -> Tensor:
     pieces = [x[(slice(None),) * dim + (slice(*span),)] for span in held]
     # the memory format of one piece may be another
     return torch.cat(pieces, dim).contiguous()
@@ -216,12 +217,12 @@ def _cut(x: torch.Tensor, dim: int, held: Sequence[Span]) -> torch.Tensor:
 
 def unshard_sequence(
     group_or_mesh: Any,
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[Tensor],
     seq_dims: Sequence[int],
     *,
     layout: str | Layout = "contiguous",
     seq_len: int | None = None,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Gathers the whole tensors on every rank from every rank's shard: the inverse of ``shard_sequence``. All ranks must call it.
 
     Differentiable: the gradient of each rank's shard is summed over all ranks, as if the loss were the sum of their losses.
@@ -257,7 +258,7 @@ class _Moved(torch.autograd.Function):
     the derivative of the other."""
 
     @staticmethod
-    def forward(x: torch.Tensor, dim: int, seq_len: int, layout: str, members: Members, gathers: bool) -> torch.Tensor:
+    def forward(x: Tensor, dim: int, seq_len: int, layout: str, members: Members, gathers: bool) -> Tensor:
         if not gathers:
             # not in place, because autograd may pass the tensor to others
             total = x.clone(memory_format=torch.contiguous_format)
@@ -280,34 +281,34 @@ class _Moved(torch.autograd.Function):
         return (whole.bool() if is_bool else whole).movedim(0, dim).contiguous()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.settings = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *settings, gathers = ctx.settings
         return _Moved.apply(grad, *settings, not gathers), *(None,) * len(ctx.settings)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, dim: int, *settings: Any) -> tuple[torch.Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, *settings: Any) -> tuple[Tensor, int]:
         return _Moved.apply(x.movedim(in_dims[0], 0), dim + 1, *settings), 0
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> torch.Tensor:
+    def jvp(ctx: Any, *_: Any) -> Tensor:
         raise NotImplementedError(
             "unshard_sequence has no forward mode, and got a tangent, which the other processes may not have; use reverse mode "
             "(torch.func.vjp, grad), or unshard the tangents in a separate call"
         )
 
 
-def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int]:
+def _check(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[int]:
     if not isinstance(buffers, (list, tuple)):
         raise TypeError(f"buffers is a {type(buffers).__name__}; expected a list of tensors, e.g. [q, k, v]")
     if isinstance(seq_dims, int) or len(as_int_tuple("seq_dims", seq_dims)) != len(buffers):
         raise ValueError(f"seq_dims is {seq_dims} for {len(buffers)} buffers; give one sequence dimension for each")
     dims = []
     for index, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             raise not_a_tensor(f"buffers[{index}]", x, "a tensor")
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"seq_dims[{index}] is {dim} for a tensor of shape {tuple(x.shape)}; expected {-x.dim()} to {x.dim() - 1}")
@@ -315,7 +316,7 @@ def _check(buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> list[int
     return dims
 
 
-def _exchange_lengths(members: Members, buffers: Sequence[torch.Tensor], dims: Sequence[int], how: str) -> list[list[int]]:
+def _exchange_lengths(members: Members, buffers: Sequence[Tensor], dims: Sequence[int], how: str) -> list[list[int]]:
     """Gathers every rank's lengths, so that all ranks check the same values and none waits for one that has raised an error.
 
     Raises ValueError, on every rank, if their tensors differ otherwise, since a collective of unequal tensors may abort the process, or

@@ -60,7 +60,7 @@ def torch_decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[T
     return out.view(B, H, D).to(q.dtype), lse.view(B, H)
 
 
-Result = tuple[torch.Tensor, torch.Tensor]
+Result = tuple[Tensor, Tensor]
 
 TRITON_FACTS = Capabilities(
     devices=frozenset({"cuda"}),
@@ -101,13 +101,13 @@ class Explained:
         return "\n".join(lines)
 
 
-def _flash3(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
+def _flash3(q: Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
     assert runs.dense is not None
     out, lse = flash3.call_fwd(q[:, None], cached.k, cached.v, scale, used_keys=runs.dense, page_table=cached.table, num_splits=0)
     return out[:, 0], lse[:, :, 0]
 
 
-def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
+def _triton(q: Tensor, cached: Cached, runs: Runs, scale: float) -> Result:
     from dilated_attention.engine.decode.triton import decode
 
     return decode(q, cached, runs, scale)
@@ -115,7 +115,7 @@ def _triton(q: torch.Tensor, cached: Cached, runs: Runs, scale: float) -> Result
 
 # in order of preference, as measured on an H200 (docs/decoding.md). For dense rows, FlashAttention-3 takes 1.7 times as long with one key
 # head per query head and 32 requests. It is faster, by a fifth at most, for a single request with grouped heads in pages.
-_DECODERS: dict[str, tuple[Capabilities, Callable[[torch.Tensor, Cached, Runs, float], Result]]] = {
+_DECODERS: dict[str, tuple[Capabilities, Callable[[Tensor, Cached, Runs, float], Result]]] = {
     "triton": (TRITON_FACTS, _triton),
     "flash3": (FLASH3_FACTS, _flash3),
     "torch": (TORCH_FACTS, torch_decode),
@@ -149,14 +149,14 @@ def check_name(name: object) -> None:
         raise ValueError(f"backend is {name!r}; expected 'auto', {', '.join(map(repr, DECODERS))}")
 
 
-def request_of(q: torch.Tensor, num_kv_heads: int, hardware: Hardware | None = None) -> AttentionRequest:
+def request_of(q: Tensor, num_kv_heads: int, hardware: Hardware | None = None) -> AttentionRequest:
     return AttentionRequest(
         hardware=hardware or detect(q.device), dtype=q.dtype, head_dim=q.shape[-1], num_heads=q.shape[-2], num_kv_heads=num_kv_heads
     )
 
 
 @explains_shortage("forward of decode_attention")
-def decode(q: torch.Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto", sinks: torch.Tensor | None = None) -> Result:
+def decode(q: Tensor, cached: Cached, runs: Runs, scale: float, backend: str = "auto", sinks: Tensor | None = None) -> Result:
     """Returns (out (B, H, D), lse (B, H)), with ``sinks`` (H,) in them, by the most preferred decoder that can, or by the named one.
 
     Raises:

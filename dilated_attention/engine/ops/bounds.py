@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.ops.transforms import each
@@ -20,10 +21,10 @@ _MOST_READ = 64
 
 
 # a tensor on a GPU, and copies of its values there and on the CPU
-_reads: dict[tuple[int, ...], tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = {}
+_reads: dict[tuple[int, ...], tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
 
 
-def own_bounds(cu_seqlens: torch.Tensor, *, eager: bool, on_host: bool = True) -> torch.Tensor:
+def own_bounds(cu_seqlens: Tensor, *, eager: bool, on_host: bool = True) -> Tensor:
     """Returns the bounds in a tensor that the caller cannot write, for a forward and its backward.
 
     Args:
@@ -38,7 +39,7 @@ def own_bounds(cu_seqlens: torch.Tensor, *, eager: bool, on_host: bool = True) -
     return _on_host(cu_seqlens) if on_host else cu_seqlens.clone()
 
 
-def bounds_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+def bounds_of(cu_seqlens: Tensor) -> tuple[int, ...]:
     """Returns the values of ``cu_seqlens``."""
     return tuple((remembered(cu_seqlens) if cu_seqlens.is_cuda else cu_seqlens).tolist())
 
@@ -51,11 +52,11 @@ def document_ranges(bounds: tuple[int, ...], num_keys: int) -> tuple[Range, ...]
     return tuple((a, b) for a, b in itertools.pairwise(bounds) if a < b)
 
 
-def _on_host(cu_seqlens: torch.Tensor) -> torch.Tensor:
+def _on_host(cu_seqlens: Tensor) -> Tensor:
     return remembered(cu_seqlens) if cu_seqlens.is_cuda else cu_seqlens.to("cpu", torch.int64, copy=True)
 
 
-def remembered(cu_seqlens: torch.Tensor) -> torch.Tensor:
+def remembered(cu_seqlens: Tensor) -> Tensor:
     """Returns the values of a tensor on a GPU, for which the host waits once for each version of this tensor.
 
     Later calls compare them on the GPU without waiting. If they differ, the tensor was written where torch does not see it, and an
@@ -87,10 +88,10 @@ def copy_bounds_op(cu_seqlens: torch.Tensor, on_host: bool) -> torch.Tensor:
 
 
 @copy_bounds_op.register_fake
-def _(cu_seqlens: torch.Tensor, on_host: bool) -> torch.Tensor:
+def _(cu_seqlens: Tensor, on_host: bool) -> Tensor:
     return torch.empty(cu_seqlens.shape, dtype=torch.int64, device="cpu") if on_host else torch.empty_like(cu_seqlens)
 
 
 @copy_bounds_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[torch.Tensor, int]:
+def _(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Tensor, int]:
     return each(copy_bounds_op, info.batch_size, in_dims, given)

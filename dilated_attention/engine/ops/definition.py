@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -59,10 +60,10 @@ _BACKWARD_QKV_AT, _BACKWARD_OPTIONAL_AT = slice(2, 5), slice(8, -_NUM_SETTINGS)
 
 def define_attention(
     name: str,
-    resolved_call: Callable[[torch.Tensor, torch.Tensor, MaybeTensor, CallSettings], ResolvedCall],
+    resolved_call: Callable[[Tensor, Tensor, MaybeTensor, CallSettings], ResolvedCall],
     alternative: str,
     *,
-    new_saved: Callable[[CallInputs, CallSettings], torch.Tensor] | None = None,
+    new_saved: Callable[[CallInputs, CallSettings], Tensor] | None = None,
 ) -> Any:
     """Defines the op ``torch.ops.dilated_attention.<name>`` and its backward ``<name>_backward``, and returns the forward op.
 
@@ -72,7 +73,7 @@ def define_attention(
         new_saved: returns a tensor like the third output, given the inputs; by default an empty tensor.
     """
 
-    def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs = CallInputs(*arguments[:NUM_INPUTS])
         resolved = resolved_call(inputs.q, inputs.k, inputs.key_padding_mask, settings_of(*arguments[_SETTINGS_AT]))
         out, lse, saved = resolved.run_forward(inputs)
@@ -86,7 +87,7 @@ def define_attention(
         grads = resolved.run_backward(dout, dlse, CallInputs(q, k, v, key_padding_mask, *others), outputs)
         return tuple([q.new_empty(0) if x is None else x for x in grads])
 
-    def fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if torch.onnx.is_in_onnx_export():
             # otherwise its exporter ends with a page about a node without decompositions
             raise NotImplementedError(
@@ -176,7 +177,7 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
     return Transformed
 
 
-def _new_saved(inputs: CallInputs, settings: CallSettings) -> torch.Tensor:
+def _new_saved(inputs: CallInputs, settings: CallSettings) -> Tensor:
     """Returns a tensor like the third output, which only a forward that fuses its branches saves (``prepare.saved_elements``).
 
     Over packed documents, whose number is not known without values, nothing is saved.

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabilities, Hardware, Options, detect, rates, registry
 from dilated_attention.backends.base import Mask
@@ -255,7 +256,7 @@ def saved_budget() -> int:
     return places.transient_budget(0)
 
 
-def kernel_ready(x: torch.Tensor) -> torch.Tensor:
+def kernel_ready(x: Tensor) -> Tensor:
     """Returns x if kernels accept it (last stride 1 and, on a GPU, 16-byte aligned rows), otherwise a contiguous copy."""
     if x.stride(-1) == 1 or not x.shape[-1]:
         if x.device.type != "cuda":
@@ -267,13 +268,13 @@ def kernel_ready(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Disables autocast, which stays on inside an op and would round a backend's float32 arithmetic to half precision."""
     device_type = x.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
 
-def new_like(x: torch.Tensor) -> torch.Tensor:
+def new_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

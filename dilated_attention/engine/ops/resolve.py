@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
@@ -29,10 +30,10 @@ from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.engine.plan import Plan, Result
 from dilated_attention.pattern.blocks.base import redefined_classes
 
-MaybeTensor = torch.Tensor | None
-Tensors = tuple[torch.Tensor, ...]
+MaybeTensor = Tensor | None
+Tensors = tuple[Tensor, ...]
 # out, lse, and what the backward needs in addition, if anything
-Outputs = tuple[torch.Tensor, torch.Tensor, MaybeTensor]
+Outputs = tuple[Tensor, Tensor, MaybeTensor]
 _OUTER = ("dout", "dlse", "out", "lse", "saved")
 # the largest number of sets of shapes and strides that are remembered for one kind of call
 MOST_PASSES = 256
@@ -51,9 +52,9 @@ class CallInputs(NamedTuple):
         sinks: of the heads (H,).
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     key_padding_mask: MaybeTensor
     cu_seqlens: MaybeTensor
     seed: MaybeTensor
@@ -104,7 +105,7 @@ class ResolvedCall(ABC):
         """
 
     @abstractmethod
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
 
     def run_forward(self, inputs: CallInputs) -> Outputs:
@@ -120,7 +121,7 @@ class ResolvedCall(ABC):
         return out, lse, saved
 
     def run_backward(
-        self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...], *, of_slopes: bool = True,
+        self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...], *, of_slopes: bool = True,
         of_sinks: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
         """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dslopes or None, dsinks or None).
@@ -150,7 +151,7 @@ class ResolvedCall(ABC):
             explain_shortage(error, f"{'backward' if outer else 'forward'} of {self.name}", x)
             raise
 
-    def backward_op(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...]) -> Any:
+    def backward_op(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...]) -> Any:
         """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
         op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
         saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
@@ -213,7 +214,7 @@ class DirectAttention(torch.autograd.Function):
 _record = super(torch.autograd.Function, DirectAttention).apply
 
 
-def gradient_of_out(dout: MaybeTensor, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def gradient_of_out(dout: MaybeTensor, q: Tensor, out: Tensor) -> Tensor:
     if dout is None:
         return torch.zeros_like(out)
     dout = dout.to(q.dtype)
@@ -273,7 +274,7 @@ class ResolvedDilated(LocalCall):
         saved = q.new_empty(plan.saved) if plan.saved else None
         return *plan.runner.forward(plan, q, k, v, masks_of(inputs, bias), saved), saved
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         out, lse, saved = outputs
         saved = None if saved is None or not saved.numel() else saved
         (q, k, v, dout, out), plan = self.tensors_and_pass((*inputs[:3], dout, out), inputs, saved is not None)
@@ -309,7 +310,7 @@ def bias_of(inputs: CallInputs, query_offset: int, with_gradient: bool = False) 
     return Bias(coordinates[:, query_offset : query_offset + q.shape[1]], coordinates, slopes.detach().to(acc), gradient)
 
 
-def positions_as_places(num_keys: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def positions_as_places(num_keys: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns positions 0, 1, … as coordinates (B, N, 2) of a ``Bias``; B and device as of ``like``."""
     # positions of documents differ by their distance, too
     places = torch.arange(num_keys, dtype=dtype, device=like.device)[:, None]
@@ -331,7 +332,7 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
     return key, len(redefined_classes), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, products
 
 
-def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> Self:
+def record_of(kind: type[Self], q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> Self:
     """Returns the record of calls like this one, which is made for the first of them."""
     # in one process a record serves calls of all lengths and batch sizes
     sizes = (q.shape, k.shape) if settings.sharding else (q.shape[2:], k.shape[2:])
@@ -344,6 +345,6 @@ def record_of(kind: type[Self], q: torch.Tensor, k: torch.Tensor, padding: Maybe
     return found
 
 
-def resolve(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedDilated:
+def resolve(q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedDilated:
     """Returns the record of calls of dilated attention like this one."""
     return record_of(ResolvedDilated, q, k, padding, settings)

@@ -273,7 +273,7 @@ class ResolvedBlocks(LocalCall):
         (q, k, v), pieces = self.tensors_and_pass(inputs[:3], inputs, bias)
         return *blocks_forward(pieces, q, k, v, inputs.key_padding_mask), None
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         out, lse, _ = outputs
         (q, k, v, dout, out), pieces = self.tensors_and_pass((*inputs[:3], dout, out), inputs, bias)
         grads = blocks_shares(pieces, (dout, q, k, v, out, lse), inputs.key_padding_mask, dlse)
@@ -337,7 +337,7 @@ class ResolvedUnion(ResolvedCall):
         merge_onto(out, lse.transpose(1, 2), out_of_blocks, lse_of_blocks.transpose(1, 2))
         return out, lse, None
 
-    def backward(self, dout: torch.Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
         out, lse, _ = outputs
         (q, k, v, dout, out), pieces, plan = self.tensors_and_passes((*inputs[:3], dout, out), inputs, bias)
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)
@@ -346,7 +346,7 @@ class ResolvedUnion(ResolvedCall):
         return tuple(as_new((x.to(acc) + y).to(q.dtype)) for x, y in zip(of_branches, of_blocks, strict=True))
 
 
-def resolve_blocks(q: torch.Tensor, k: torch.Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedCall:
+def resolve_blocks(q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedCall:
     """Returns the record of calls of a block pattern, with or without branches, like this one."""
     settings = as_dense(settings, q)
     if not settings.blocks:

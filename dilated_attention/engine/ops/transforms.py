@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import TransformType, get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, peek_interpreter_stack
@@ -27,7 +28,7 @@ from torch.utils._device import DeviceContext
 from dilated_attention.engine.ops.settings import with_needs_grad
 
 # subclasses and fake tensors have other types
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
 
 
@@ -55,7 +56,7 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def dispatched_alike(x: torch.Tensor | None, plain: torch.Tensor) -> bool:
+def dispatched_alike(x: Tensor | None, plain: Tensor) -> bool:
     """Whether a gradient dispatches like a plain tensor. Only dispatch keys reveal batched gradients, and zeros without storage."""
     return x is None or (type(x) in _PLAIN and torch._C._dispatch_keys(x) == torch._C._dispatch_keys(plain))
 
@@ -105,7 +106,7 @@ def folded(call: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any]) ->
 
     def fold(x: Any, dim: int | None) -> Any:
         # tensors with fewer dimensions are the same for the whole batch
-        if not isinstance(x, torch.Tensor) or (dim is None and x.ndim < 2):
+        if not isinstance(x, Tensor) or (dim is None and x.ndim < 2):
             return x
         return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
@@ -146,11 +147,11 @@ def refuse_transforms(name: str, way_out: str, *tensors: Any) -> None:
             raise NotImplementedError(f"{name} has no derivative, and torch.func asks for one; {way_out}")
 
 
-def _tensors(args: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+def _tensors(args: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
 
 
-def _seen_by_each_transform(args: Any) -> Iterable[torch.Tensor]:
+def _seen_by_each_transform(args: Any) -> Iterable[Tensor]:
     for x in _tensors(args):
         yield x
         while is_functorch_wrapped_tensor(x):
@@ -158,5 +159,5 @@ def _seen_by_each_transform(args: Any) -> Iterable[torch.Tensor]:
             yield x
 
 
-def _has_tangent(x: torch.Tensor) -> bool:
+def _has_tangent(x: Tensor) -> bool:
     return x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None
