@@ -13,8 +13,7 @@ import torch
 
 from dilated_attention.factory import EXAMPLES, MODEL_PRESETS, Explanation, detect, explain_backend
 from dilated_attention.factory.create import configured
-from dilated_attention.models import LongNetConfig
-from dilated_attention.models.config import RING_KINDS
+from dilated_attention.models.config import RING_KINDS, LongNetConfig
 from dilated_attention.models.summary import USABLE, cache_bytes, cache_rows, readable
 from dilated_attention.pattern import DilatedPattern, GlobalLocal, geometric_branches
 from dilated_attention.pattern.checks import as_int, check_bool, one_of, shown

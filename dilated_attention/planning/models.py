@@ -20,13 +20,12 @@ from dilated_attention.models import LongNetConfig, SlideEncoderConfig
 from dilated_attention.models.loss import CHUNK_BYTES
 from dilated_attention.models.summary import block_bytes, cache_bytes, embedding_parameters, residual_bytes
 from dilated_attention.pattern import BlockPattern
-from dilated_attention.pattern.checks import as_int
+from dilated_attention.pattern.checks import as_int, check_bool
 from dilated_attention.planning.attention import ESTIMATE_BY_HAND, fit_of, pairs_of, passes_of, shared_fields
 from dilated_attention.planning.gpus import Gpu
 from dilated_attention.planning.memory import counts_of, engine_estimate, exchange_of, memory_of, sizes_of
 from dilated_attention.planning.plans import ModelPlan, seconds_text
 from dilated_attention.planning.problem import MOST, Problem, kind_of, make_problem
-from dilated_attention.validation import check_bool
 
 # positions of a prompt that generation computes at a time (models/language_model.py)
 PREFILL = 8192

@@ -43,8 +43,12 @@ class HeadGroup(NamedTuple):
     shift: int = 0
 
 
-def head_groups(members: Sequence[Member], group_size: int, shifted: bool) -> list[tuple[HeadGroup, int, int]]:
-    """Divides members into few groups, and returns (group, head and offset of its first member) for each.
+# (group, head and offset of its first member)
+Groups = list[tuple[HeadGroup, int, int]]
+
+
+def head_groups(members: Sequence[Member], group_size: int, shifted: bool) -> Groups:
+    """Divides members into few groups, and returns these.
 
     Args:
         members: in the order of their heads.
@@ -58,8 +62,8 @@ def head_groups(members: Sequence[Member], group_size: int, shifted: bool) -> li
 
 
 @functools.lru_cache(maxsize=1024)
-def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> list[tuple[HeadGroup, int, int]]:
-    best: list[tuple[HeadGroup, int, int]] = []
+def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> Groups:
+    best: Groups = []
     indices = [head for head, _, _ in members]
     span = indices[-1] - indices[0] if indices else 0
     # between contiguous heads every step occurs; computing all differences takes seconds from a thousand heads on
@@ -75,10 +79,10 @@ def _grouped(members: tuple[Member, ...], group_size: int, shifted: bool) -> lis
     return best
 
 
-def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bool, fewer_than: int) -> list[tuple[HeadGroup, int, int]]:
+def _deal(members: Sequence[Member], step: int, group_size: int, same_offset: bool, fewer_than: int) -> Groups:
     """Returns groups of heads ``step`` apart, each as long as one launch can read; an empty list if that takes ``fewer_than`` or more."""
     waiting = {member[0]: member for member in members}
-    groups: list[tuple[HeadGroup, int, int]] = []
+    groups: Groups = []
     for member in members:
         head, offset, _ = member
         if head not in waiting:
@@ -306,9 +310,8 @@ def _runs(length: int, rate: int, offset: int, shape: Shape) -> list[_Run]:
     return runs
 
 
-def _cut(runs: list[_Run], shape: Shape) -> list[tuple[_Run, Range, Range, bool, bool, Band | None]]:
-    """Cuts runs into problems whose masks all kernels interpret in the same way: (run, queries, keys, causal, opens, band)."""
-    pieces: list[tuple[_Run, Range, Range, bool, bool, Band | None]] = []
+def _cut(runs: list[_Run], shape: Shape) -> Iterator[tuple[_Run, Range, Range, bool, bool, Band | None]]:
+    """Cuts runs into problems whose masks all kernels interpret in the same way, and yields (run, queries, keys, causal, opens, band)."""
     left, right = shape.window or (None, None)
     if shape.is_causal:
         right = 0
@@ -323,25 +326,24 @@ def _cut(runs: list[_Run], shape: Shape) -> list[tuple[_Run, Range, Range, bool,
                 if first_key < last_key:
                     shift = low - first_key
                     band = None if left is None else shift - left, None if right is None else shift + right
-                    pieces.append((run, (low, high), (first_key, last_key), False, True, band))
+                    yield run, (low, high), (first_key, last_key), False, True, band
         elif not shape.is_causal:
-            pieces.append((run, (q0, q1), (k0, k1), False, True, None))
+            yield run, (q0, q1), (k0, k1), False, True, None
         elif q1 - q0 == 1:
             # a single query, as in decoding, sees a contiguous range of keys: one launch and no merge
             if k0 < min(k1, q1):
-                pieces.append((run, (q0, q1), (k0, min(k1, q1)), False, True, None))
+                yield run, (q0, q1), (k0, min(k1, q1)), False, True, None
         elif shape.aligned_last and k0 < q0 and q1 <= k1:
-            pieces.append((run, (q0, q1), (k0, q1), True, True, None))
+            yield run, (q0, q1), (k0, q1), True, True, None
         else:
             # queries [q0, q1) see keys up to their own position: a rectangle for the keys before q0, then the square on the diagonal,
             # then a rectangle of the square's keys for queries beyond the last key
             opens = k0 >= min(k1, q0)
             if not opens:
-                pieces.append((run, (q0, q1), (k0, min(k1, q0)), False, True, None))
+                yield run, (q0, q1), (k0, min(k1, q0)), False, True, None
             s0, s1 = max(q0, k0), min(q1, k1)
             if s0 < s1:
                 # one query and one key need no mask, and more kernels take a 1 × 1 problem without a causal mask
-                pieces.append((run, (s0, s1), (s0, s1), s1 - s0 > 1, opens, None))
+                yield run, (s0, s1), (s0, s1), s1 - s0 > 1, opens, None
                 if s1 < q1:
-                    pieces.append((run, (s1, q1), (s0, s1), False, opens, None))
-    return pieces
+                    yield run, (s1, q1), (s0, s1), False, opens, None

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern
-from dilated_attention.pattern.blocks.window import GlobalLocal
+from dilated_attention.pattern import NOT_IN_BRANCH, BlockPattern, DilatedPattern, GlobalLocal
 from dilated_attention.pattern.checks import as_int, shown
 
 # [low, high) of positions

@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabilities, Hardware, Options, detect, rates, registry
-from dilated_attention.backends.base import Mask
+from dilated_attention.backends import AttentionRequest, Backend, Bounds, Capabilities, Hardware, Mask, Options, detect, rates, registry
 from dilated_attention.engine.branches import places, run_branches, run_problems, run_tiles
 from dilated_attention.engine.branches.launches import PART_BYTES, entries_at_once
 from dilated_attention.engine.branches.places import layout_of, stages_of
 from dilated_attention.engine.branches.problems import Range, Shape, offsets_of
-from dilated_attention.engine.branches.run_tiles import head_bytes
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.plan import Plan, Runner, Tensors
 from dilated_attention.pattern import NOT_IN_BRANCH, DilatedPattern
@@ -366,7 +364,7 @@ def runs_on_tiles(
     if not takes_own and any(registry.get(TILES).reasons_against(one) for one in passes):
         return False
     size, group = (batch, request.head_dim, request.dtype.itemsize), shape.num_heads // shape.num_kv_heads
-    of_passes = [head_bytes(pattern, shape, size, one.needs_grad, both) for one in passes]
+    of_passes = [run_tiles.head_bytes(pattern, shape, size, one.needs_grad, both) for one in passes]
     # the smallest group of heads that can run at a time stays within the budget
     fits = all(of_head * group <= budget for of_head, budget in of_passes)
     if takes_own or not fits:

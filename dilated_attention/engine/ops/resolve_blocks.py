@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,8 +29,7 @@ from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept, se
 from dilated_attention.engine.branches.launches import entries_at_once, without_padding
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.branches.run_problems import shares
-from dilated_attention.engine.ops import prepare
-from dilated_attention.engine.ops.prepare import new_like, select_backend
+from dilated_attention.engine.ops.prepare import new_like, request_of, select_backend
 from dilated_attention.engine.ops.resolve import (
     CallInputs,
     LocalCall,
@@ -74,8 +74,8 @@ BlockPass = tuple[Piece, ...]
 def pieces_of(
     pattern: BlockPattern, sizes: tuple[int, int, int], settings: CallSettings, documents: tuple[Range, ...] | None, kept: Tensor | None,
     device: torch.device,
-) -> list[Piece]:  # fmt: skip
-    """Returns a piece for every document, or the whole sequence as one piece, without options and backend.
+) -> Iterator[Piece]:  # fmt: skip
+    """Yields a piece for every document, or the whole sequence as one piece, without options and backend.
 
     Args:
         sizes: the numbers of queries, keys and heads.
@@ -87,7 +87,6 @@ def pieces_of(
     # cut off afterwards
     front = settings.query_offset % pattern.q_block
     first_query = settings.query_offset - front
-    pieces = []
     # the document's first row of blocks in ``kept``, which holds those of all documents one after the other
     first_block_row = 0
     for start, end in documents or ((0, num_keys),):
@@ -104,8 +103,7 @@ def pieces_of(
             of_document = kept[:, :, first_block_row:]
             lists = lists_of_kept(of_document, pattern, length, end - start, is_causal=settings.is_causal, query_offset=first_query)
             first_block_row += lists.num_rows
-        pieces.append(Piece(keys, rows, front, lists))
-    return pieces
+        yield Piece(keys, rows, front, lists)
 
 
 def blocks_request(
@@ -113,7 +111,7 @@ def blocks_request(
 ) -> AttentionRequest:
     """Builds the request to a backend for these lists. ``views``: q, k and the other tensors that it reads; ``key_mask``: whether there is
     padding."""
-    return prepare.request_of(
+    return request_of(
         views,
         settings,
         is_backward,

@@ -215,7 +215,8 @@ class MaskFunction(BlockPattern):
         super().__post_init__()
         if not callable(self.fn):
             raise TypeError(f"fn is {self.fn!r} ({type(self.fn).__name__}); expected a function fn(batch, head, q_idx, kv_idx) -> bool")
-        if not torch.compiler.is_compiling():
+        is_given, is_compiling = self.per_head is not None, torch.compiler.is_compiling()
+        if not is_compiling:
             # some callables have no signature
             with contextlib.suppress(ValueError):
                 signature = inspect.signature(self.fn)
@@ -223,11 +224,10 @@ class MaskFunction(BlockPattern):
                     signature.bind(*range(4))
                 except TypeError as error:
                     raise TypeError(f"fn takes {signature}: {error}; expected a function fn(batch, head, q_idx, kv_idx) -> bool") from None
-        if self.per_head is not None:
+        if is_given:
             check_bool("per_head", self.per_head)
         # under torch.compile it does not matter: a pattern that is made inside a compiled function is refused later
-        reads_batch, reads_head = (False, False) if torch.compiler.is_compiling() else reads_of(self.fn)
-        is_given = self.per_head is not None
+        reads_batch, reads_head = (False, False) if is_compiling else reads_of(self.fn)
         self._set(reads_batch=reads_batch, per_head=self.per_head if is_given else reads_head)
         if not is_given and not self.per_head:
             # a derived class may read heads itself
