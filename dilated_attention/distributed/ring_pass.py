@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,10 +69,10 @@ class ResolvedRing(ResolvedCall):
         out, lse = ring_pass.forward() if inputs.q.shape[0] else (new_like(inputs.q), new_lse(inputs.q))
         return out, lse, torch.tensor((ring_pass.seq_len, number), dtype=torch.int64)
 
-    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: Outputs) -> Tensors:
         out, lse, whole = outputs
         ring_pass = RingPass(self, inputs, bias, dout, out)
-        ring_pass.seq_len, number = whole.tolist()
+        ring_pass.seq_len, number = whole.tolist()  # type: ignore[union-attr]
         if ring_pass.members.group is not None:
             # for comparison with the other ranks
             session_of(ring_pass.members, ring_pass.ring.timeout).enter(f"the backward of call {number}")

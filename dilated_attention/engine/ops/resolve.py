@@ -105,7 +105,7 @@ class ResolvedCall(ABC):
         """
 
     @abstractmethod
-    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: Outputs) -> Tensors:
         """Returns (dq, dk, dv), contiguous, in the inputs' dtype."""
 
     def run_forward(self, inputs: CallInputs) -> Outputs:
@@ -121,7 +121,7 @@ class ResolvedCall(ABC):
         return out, lse, saved
 
     def run_backward(
-        self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...], *, of_slopes: bool = True,
+        self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: Outputs, *, of_slopes: bool = True,
         of_sinks: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
         """``backward`` as ``run_forward`` runs a forward. Returns (dq, dk, dv, dslopes or None, dsinks or None).
@@ -151,7 +151,7 @@ class ResolvedCall(ABC):
             explain_shortage(error, f"{'backward' if outer else 'forward'} of {self.name}", x)
             raise
 
-    def backward_op(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: tuple[Any, ...]) -> Any:
+    def backward_op(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, outputs: Outputs) -> Any:
         """Returns the same as ``run_backward``, but calls the op, which the dispatcher sees."""
         op = getattr(torch.ops.dilated_attention, f"{self.name}_backward")
         saved = dout.new_empty(0) if outputs[2] is None else outputs[2]
@@ -274,7 +274,7 @@ class ResolvedDilated(LocalCall):
         saved = q.new_empty(plan.saved) if plan.saved else None
         return *plan.runner.forward(plan, q, k, v, masks_of(inputs, bias), saved), saved
 
-    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: Outputs) -> Tensors:
         out, lse, saved = outputs
         saved = None if saved is None or not saved.numel() else saved
         (q, k, v, dout, out), plan = self.tensors_and_pass((*inputs[:3], dout, out), inputs, saved is not None)

@@ -271,7 +271,7 @@ class ResolvedBlocks(LocalCall):
         (q, k, v), pieces = self.tensors_and_pass(inputs[:3], inputs, bias)
         return *blocks_forward(pieces, q, k, v, inputs.key_padding_mask), None
 
-    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: Outputs) -> Tensors:
         out, lse, _ = outputs
         (q, k, v, dout, out), pieces = self.tensors_and_pass((*inputs[:3], dout, out), inputs, bias)
         grads = blocks_shares(pieces, (dout, q, k, v, out, lse), inputs.key_padding_mask, dlse)
@@ -335,7 +335,7 @@ class ResolvedUnion(ResolvedCall):
         merge_onto(out, lse.transpose(1, 2), out_of_blocks, lse_of_blocks.transpose(1, 2))
         return out, lse, None
 
-    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: tuple[Any, ...]) -> Tensors:
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: Outputs) -> Tensors:
         out, lse, _ = outputs
         (q, k, v, dout, out), pieces, plan = self.tensors_and_passes((*inputs[:3], dout, out), inputs, bias)
         tensors, acc = (dout, q, k, v, out, lse), accumulation_dtype(q.dtype)

@@ -36,6 +36,8 @@ PAIRS_AT_ONCE = 2**24
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # blocks: (group, row, column), where a group is an index into the heads that are asked about
 Blocks = tuple[Tensor, Tensor, Tensor]
+# the heads that are asked about
+Heads = tuple[int, ...]
 # what blocks are: (state, key); partial blocks of equal keys have equal masks
 States = tuple[Tensor, Tensor]
 # the first position of each block or query, or its first key, and the last one or the one after it
@@ -270,7 +272,7 @@ class BlockPattern(Pattern):
             bool, of the broadcast shape or of a shape that broadcasts to it.
         """
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         """Returns (index into ``heads``, row, column) of every kept block, ascending and without duplicates.
 
         It may include blocks that are not kept, and by default has all. Patterns that are not ``per_head`` are called with a single head.
@@ -348,7 +350,7 @@ class BlockPattern(Pattern):
         num_rows = last_row - first_row
         return Grid(num_positions, self.q_block, self.k_block, first_row, last_row, num_rows, columns, torch.device(device))
 
-    def resolved(self, num_positions: int, num_heads: int, is_causal: bool = False) -> tuple[BlockPattern, tuple[int, ...]]:
+    def resolved(self, num_positions: int, num_heads: int, is_causal: bool = False) -> tuple[BlockPattern, Heads]:
         """Returns the pattern for this number of positions, and the heads that have lists of their own: head 0 alone if all share one.
         Raises ValueError if it does not exist."""
         self.check(checked_positions(num_positions), as_int("num_heads", num_heads, minimum=1, maximum=MAX_HEADS))
@@ -356,7 +358,7 @@ class BlockPattern(Pattern):
         pattern = pattern.causal() if check_bool("is_causal", is_causal) else pattern
         return pattern, tuple(range(num_heads)) if pattern.per_head else (0,)
 
-    def entries(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor]:
+    def entries(self, grid: Grid, heads: Heads) -> tuple[Blocks, Tensor, Tensor]:
         """Returns the kept blocks of a ``resolved`` pattern, as ``columns``; whether every pair of each within the sequence is kept; and
         the keys of ``classify``."""
         group, row, column = self.columns(grid, heads)
@@ -481,7 +483,7 @@ def checked_positions(num_positions: Any) -> int:
     return as_int("num_positions", num_positions, minimum=0, maximum=MAX_POSITIONS)
 
 
-def head_of(group: Tensor, heads: tuple[int, ...]) -> Tensor:
+def head_of(group: Tensor, heads: Heads) -> Tensor:
     """Returns the heads of indices into ``heads``."""
     return group if heads == tuple(range(len(heads))) else torch.tensor(heads, device=group.device)[group]
 

@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dilated_attention.pattern.blocks.base import PAIRS_AT_ONCE, BlockPattern, Blocks, Ends, Grid, checked_positions, divided, head_of
+from dilated_attention.pattern.blocks.base import (
+    PAIRS_AT_ONCE,
+    BlockPattern,
+    Blocks,
+    Ends,
+    Grid,
+    Heads,
+    checked_positions,
+    divided,
+    head_of,
+)
 from dilated_attention.pattern.blocks.whole_blocks import ordered
 from dilated_attention.pattern.checks import check_bool
 
@@ -265,7 +275,7 @@ def unpacked(bits: Tensor, count: int | None = None) -> Tensor:
     return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :count]
 
 
-def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterator[tuple[Grid, tuple[int, ...]]]:
+def _pieces(pattern: BlockPattern, grid: Grid, heads: Heads) -> Iterator[tuple[Grid, Heads]]:
     """Yields (grid of some rows, some heads) to list at once: everything, or if that would take too much memory, each head by groups of
     rows."""
     per_row = max(pattern.cost(grid), 1.0)
@@ -283,7 +293,7 @@ def _pieces(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Iterat
         yield pattern.grid(grid.num_positions, (first, min(first + step, grid.last_row)), grid.device), (head,)
 
 
-def _masked_blocks(pattern: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor, Tensor]:
+def _masked_blocks(pattern: BlockPattern, grid: Grid, heads: Heads) -> tuple[Blocks, Tensor, Tensor, Tensor]:
     """Returns (blocks, masks, bits, pairs): the kept blocks of the grid's rows for some heads (group g is head ``heads[g]``); the index of
     each one's mask in ``bits``, int32, −1 for none; the distinct masks; and how many pairs each of these keeps."""
     blocks, full, key = pattern.entries(grid, heads)

@@ -23,6 +23,7 @@ from dilated_attention.pattern.blocks.base import (
     Blocks,
     Ends,
     Grid,
+    Heads,
     MaskMod,
     Sides,
     States,
@@ -119,7 +120,7 @@ class _Composite(BlockPattern):
         of_parts = [part.mask_mod(num_positions, num_heads, device) for part in self.distinct_parts]
         return lambda batch, head, q_idx, kv_idx: self.combined([of_part(batch, head, q_idx, kv_idx) for of_part in of_parts], head)
 
-    def columns_of(self, part: BlockPattern, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns_of(self, part: BlockPattern, grid: Grid, heads: Heads) -> Blocks:
         """Returns ``columns`` of a part for all ``heads``. A part that heads share is listed once and repeated for each head."""
         group, row, column = part.columns(grid, heads if part.per_head else heads[:1])
         if part.per_head or len(heads) == 1:
@@ -152,7 +153,7 @@ class Union(_Composite):
 
     join, join_states = operator.or_, torch.maximum
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         numbers = []
         for part in self.parts:
             group, row, column = self.columns_of(part, grid, heads)
@@ -182,7 +183,7 @@ class Intersection(_Composite):
         # what one part refuses is refused, so it is enough that Causal is one more part, which may be the one that is listed
         return BlockPattern.causal(self)
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         return self.columns_of(min(self.parts, key=lambda part: part.cost(grid)), grid, heads)
 
     def cost(self, grid: Grid) -> float:
@@ -225,7 +226,7 @@ class PerHead(_Composite):
         ]
         return functools.reduce(operator.or_, (x & owned for x, owned in zip(kept, owners, strict=True)))
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         shared = {part: part.columns(grid, heads[:1]) for part in self.distinct_parts if not part.per_head}
         lists = []
         for group, head in enumerate(heads):

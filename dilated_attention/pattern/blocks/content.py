@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid
+from dilated_attention.pattern.blocks.base import BlockPattern, Blocks, Grid, Heads
 from dilated_attention.pattern.blocks.block_lists import unpacked
 from dilated_attention.pattern.blocks.whole_blocks import BlockTable
 from dilated_attention.pattern.blocks.window import LocalWindow
@@ -264,7 +264,7 @@ class ChosenBlocks(BlockTable):
                 "call choose(q, k) again"
             )
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         if grid.first_row < self.first_row or grid.last_row > self.first_row + self.kept.shape[2]:
             raise ValueError(
                 f"query blocks {grid.first_row} to {grid.last_row} asked for; {self!r} has others: choose(q, k) with these queries, too"

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, SEED, BlockPattern, Blocks, Ends, Grid, States
+from dilated_attention.pattern.blocks.base import FULL, MAX_POSITIONS, SEED, BlockPattern, Blocks, Ends, Grid, Heads, States
 from dilated_attention.pattern.checks import check_bool, check_number, shown
 
 
@@ -52,7 +52,7 @@ class _AroundOwn(WholeBlocks):
         first, last = own_columns(grid, row)
         return self.keeps_at(column - first) | self.keeps_at(column - last)
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         distance = grid.range(1 - grid.num_columns, max(grid.num_columns, 1))
         column = torch.stack(own_columns(grid, grid.rows())[: own_count(grid)], 1)[:, :, None] + distance[self.keeps_at(distance)]
         index = grid.range(0, grid.num_rows)[:, None, None].expand_as(column)
@@ -144,7 +144,7 @@ class Axial(WholeBlocks):
         same_column = (last_key - first_query) // self.width * self.width >= first_key - last_query
         return same_row | same_column
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         first, last = grid.queries(grid.rows())
         end = grid.num_positions
         if self.width <= grid.q_block:
@@ -189,7 +189,7 @@ class BlockTable(WholeBlocks):
         head = head if table.shape[0] > 1 else torch.zeros_like(head)
         return inside & table[head, row.clamp(0, max(table.shape[1] - 1, 0)), column.clamp(max=table.shape[2] - 1)]
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         rows = slice(grid.first_row - self.first_row, grid.last_row - self.first_row)
         group, row, column = self.table(list(heads) if self.per_head else [0])[:, rows].to(grid.device).nonzero(as_tuple=True)
         return group, row + grid.first_row, column
@@ -300,7 +300,7 @@ class RandomBlocks(WholeBlocks):
         number = ((column + 1) * some - 1) // max(grid.num_columns, 1)
         return (count > 0) & (self.draw(grid, self._drawing(head), row, some, number) == column)
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         rows = grid.rows()
         index, number = elements_of(torch.zeros_like(rows), self.counts(grid, rows))
         group = grid.range(0, len(heads))[:, None]

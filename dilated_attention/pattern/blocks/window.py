@@ -16,6 +16,7 @@ from dilated_attention.pattern.blocks.base import (
     Blocks,
     Ends,
     Grid,
+    Heads,
     MaskMod,
     Sides,
     States,
@@ -46,7 +47,7 @@ class IntervalPattern(BlockPattern):
         (low, _), (_, high) = (self.reach(query, grid.num_positions) for query in grid.queries(row))
         return low // grid.k_block, (high + (grid.k_block - 1)) // grid.k_block
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         index, column = elements_of(*self.stretch(grid, grid.rows()))
         return torch.zeros_like(index), index + grid.first_row, column
 
@@ -189,7 +190,7 @@ class GlobalLocal(LocalWindow):
         low, high = torch.where(is_global, 0, low), torch.where(is_global, grid.num_columns, high)
         return low.clamp(max=num_globals), low, high
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         num_globals, low, high = self.stretches(grid, grid.rows())
         # two ranges of a row
         index, column = elements_of(torch.stack([torch.zeros_like(low), low], 1).flatten(), torch.stack([num_globals, high], 1).flatten())
@@ -288,10 +289,10 @@ class BigBird(GlobalLocal):
 
         return mask_mod
 
-    def columns(self, grid: Grid, heads: tuple[int, ...]) -> Blocks:
+    def columns(self, grid: Grid, heads: Heads) -> Blocks:
         return self.entries(grid, heads)[0]
 
-    def entries(self, grid: Grid, heads: tuple[int, ...]) -> tuple[Blocks, Tensor, Tensor]:
+    def entries(self, grid: Grid, heads: Heads) -> tuple[Blocks, Tensor, Tensor]:
         _, row, column = super().columns(grid, heads)
         # what all heads share is classified once; drawn blocks are whole
         state, key = super().classify(grid, torch.zeros_like(row), row, column)
