@@ -37,35 +37,21 @@ def _without_unused_masks(lists: BlockLists) -> BlockLists:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockPart(Part):
     """One document's query blocks and some heads of them, on rows of a step's memory that begin at position ``first_key``. ``place``: of
-    the launch's rows (whole blocks) those that the rank holds, None for all; ``positions``: (L,) of the launch's rows, in the whole."""
+    the launch's rows (whole blocks) those that the rank holds; ``positions``: (L,) of the launch's rows, in the whole."""
 
     settings: CallSettings
-    place: Tensor | None
+    place: Tensor
     positions: Tensor
     first_key: int
     lists: BlockLists
 
     def compute(self, tensors: Tensors, dlse: Tensor | None, masks: Masks, into: Tensor | None) -> Tensors:
-        is_forward, place = len(tensors) == 3, self.place
+        is_forward = len(tensors) == 3
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
-        q, to = self._launched(q, 1), into if place is None else None
         backend, options = self.backend(q, k, masks.padding is not None, not is_forward), self._options(q, masks)
         if is_forward:
-            out, lse = forward_lists(backend, self.lists, q, k, v, options, into=to)  # type: ignore[arg-type]
-            return (out, lse) if place is None else (out.index_select(1, place), lse.index_select(2, place))
-        # for rows that the rank does not hold, weights and gradients are 0
-        dout, out, lse = self._launched(tensors[0], 1), self._launched(tensors[4], 1), self._launched(tensors[5], 2, torch.inf)
-        dlse = None if dlse is None else self._launched(dlse, 2)
-        dq, dk, dv = backward_lists(backend, self.lists, (dout, q, k, v, out, lse), options, dlse, into=to)  # type: ignore[arg-type]
-        return dq if place is None else dq.index_select(1, place), dk, dv
-
-    def _launched(self, x: Tensor, dim: int, value: float = 0.0) -> Tensor:
-        """Gathers the launch's rows of the rank's x along ``dim``; rows that the rank does not hold are ``value``."""
-        if self.place is None:
-            return x
-        shape = list(x.shape)
-        shape[dim] = len(self.positions)
-        return x.new_full(shape, value).index_copy_(dim, self.place, x)
+            return forward_lists(backend, self.lists, q, k, v, options, place=self.place, into=into)  # type: ignore[arg-type]
+        return backward_lists(backend, self.lists, tensors, options, dlse, place=self.place, into=into)  # type: ignore[arg-type]
 
     def _options(self, q: Tensor, masks: Masks) -> Options:
         settings, keys = self.settings, (self.first_key, self.first_key + self.key_rows.stop - self.key_rows.start)
@@ -117,7 +103,7 @@ def held_documents(problem: RingProblem, rank: int, span: KeySpan, settings: Cal
                 heads=(0, problem.num_heads),
                 key_rows=slice(keys[0] - span.start, keys[1] - span.start),
                 settings=settings,
-                place=rows[0] if len(place) < lists.num_queries else None,
+                place=rows[0],
                 positions=rows[1],
                 first_key=keys[0],
                 lists=lists,

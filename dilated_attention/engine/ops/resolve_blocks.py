@@ -126,16 +126,20 @@ def blocks_request(
 
 
 def forward_lists(
-    backend: Backend, lists: BlockLists, q: Tensor, k: Tensor, v: Tensor, options: Options, *, front: int = 0, into: Tensor | None = None
-) -> Result:
+    backend: Backend, lists: BlockLists, q: Tensor, k: Tensor, v: Tensor, options: Options, *, place: int | Tensor = 0,
+    into: Tensor | None = None,
+) -> Result:  # fmt: skip
     """Returns (out (B, Nq, H, D) in q's dtype, lse (B, H, Nq)) over the pairs that ``lists`` keep.
 
     Args:
-        into: where out goes if one launch computes it; with several launches the out returned is another tensor. Only with ``front=0``.
+        into: where out goes if one launch computes it for the rows of q alone; otherwise the out returned is another tensor.
         options: options of the whole batch; causality is in the lists.
-        front: number of rows by which q starts inside the first query block. Dropout counts these rows, too.
+        place: which of the lists' rows, whole query blocks, q has: all from this number on, or those with these numbers. Dropout counts the
+            others, too.
     """
-    q = _with_front(q, 1, front)
+    Nq, is_part = q.shape[1], q.shape[1] < lists.num_queries
+    if is_part:
+        q, into = _spread(q, 1, place, lists), None
     assert q.shape[1] == lists.num_queries and k.shape[1] == lists.num_keys
     if not lists.num_entries or not q.shape[0]:
         out, lse = torch.zeros_like(q), new_lse(q).fill_(-torch.inf)
@@ -149,27 +153,29 @@ def forward_lists(
                 backend.forward(q[entries], k[entries], v[entries], own_options, own_lists) for entries, own_lists, own_options in launches
             ]
             out, lse = (torch.cat(tensors) for tensors in zip(*results, strict=True))
-    return (out[:, front:], lse[:, :, front:]) if front else (out, lse)
+    return (_taken(out, 1, place, Nq), _taken(lse, 2, place, Nq)) if is_part else (out, lse)
 
 
 def backward_lists(
-    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None, *, front: int = 0,
-    into: Tensor | None = None,
+    backend: Backend, lists: BlockLists, tensors: Tensors, options: Options, dlse: Tensor | None, *,
+    place: int | Tensor = 0, into: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     """Returns the shares (dq, dk, dv), in the inputs' dtype or float32, of the pairs that ``lists`` keep.
 
     Args:
         tensors: dout, q, k, v, and the out and lse of the whole softmax, of which these pairs may be a part.
-        options, front: same as in ``forward_lists``; so is ``into``, for dq.
+        options, place: same as in ``forward_lists``; so is ``into``, for dq.
     """
     dout, q, k, v, out, lse = tensors
+    Nq, is_part = q.shape[1], q.shape[1] < lists.num_queries
     if options.mask.padding is not None or not lists.fills_every_row:
         # there may be rows without keys, which must give their scores weight 0; exp(s − (+inf)) does that in every kernel
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    dout, q, out = (_with_front(x, 1, front) for x in (dout, q, out))
-    # +inf: the rows in front must get weight 0, too
-    lse = _with_front(lse, 2, front, torch.inf)
-    dlse = None if dlse is None else _with_front(dlse, 2, front)
+    if is_part:
+        dout, q, out = (_spread(x, 1, place, lists) for x in (dout, q, out))
+        # +inf: the other rows must get weight 0, too
+        lse = _spread(lse, 2, place, lists, torch.inf)
+        dlse, into = None if dlse is None else _spread(dlse, 2, place, lists), None
     if not lists.num_entries or not q.shape[0]:
         grads: Tensors = tuple(torch.zeros_like(x) for x in (q, k, v))
     else:
@@ -184,7 +190,7 @@ def backward_lists(
                 own_tensors = tuple(x[entries] for x in (dout, q, k, v, out, lse))
                 results.append(shares(backend, own_tensors, own_options, None if dlse is None else dlse[entries], own_lists))
             grads = tuple(torch.cat(of_launches) for of_launches in zip(*results, strict=True)) if len(results) > 1 else results[0]
-    return (grads[0][:, front:], *grads[1:]) if front else grads
+    return (_taken(grads[0], 1, place, Nq), *grads[1:]) if is_part else grads
 
 
 def _launches(capabilities: Capabilities, lists: BlockLists, tensors: Tensors, options: Options) -> list[tuple[slice, BlockLists, Options]]:
@@ -218,10 +224,18 @@ def _options_of(options: Options, entries: slice) -> Options:
     return options
 
 
-def _with_front(x: Tensor, dim: int, front: int, value: float = 0.0) -> Tensor:
-    """Returns x with ``front`` rows of ``value`` inserted before it along ``dim``."""
-    # padding alone may keep another order of dimensions in memory
-    return torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - 1 - dim), front, 0), value=value).contiguous() if front else x
+def _spread(x: Tensor, dim: int, place: int | Tensor, lists: BlockLists, value: float = 0.0) -> Tensor:
+    """Returns all of the lists' rows along ``dim``: those of x, and ``value`` in the others."""
+    whole = x.new_full((*x.shape[:dim], lists.num_queries, *x.shape[dim + 1 :]), value)
+    if isinstance(place, Tensor):
+        return whole.index_copy_(dim, place, x)
+    whole.narrow(dim, place, x.shape[dim]).copy_(x)
+    return whole
+
+
+def _taken(whole: Tensor, dim: int, place: int | Tensor, count: int) -> Tensor:
+    """Returns the rows that ``_spread`` was given."""
+    return whole.index_select(dim, place) if isinstance(place, Tensor) else whole.narrow(dim, place, count)
 
 
 def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Result:
@@ -229,12 +243,12 @@ def blocks_forward(pieces: BlockPass, q: Tensor, k: Tensor, v: Tensor, padding: 
     k, v = without_padding(k, v, padding)
     if len(pieces) == 1:
         (whole,) = pieces
-        out, lse = forward_lists(whole.backend, whole.lists, q, k, v, whole.options, front=whole.front)
+        out, lse = forward_lists(whole.backend, whole.lists, q, k, v, whole.options, place=whole.front)
         # results of a backend or cut at the front; those of several pieces are new anyway
         return as_new(out), as_new(lse)
     out, lse = new_like(q), new_lse(q)
     for keys, rows, front, lists, options, backend in pieces:
-        out[:, rows], lse[:, :, rows] = forward_lists(backend, lists, q[:, rows], k[:, keys], v[:, keys], options, front=front)
+        out[:, rows], lse[:, :, rows] = forward_lists(backend, lists, q[:, rows], k[:, keys], v[:, keys], options, place=front)
     return out, lse
 
 
@@ -249,13 +263,13 @@ def blocks_shares(pieces: BlockPass, tensors: Tensors, padding: Tensor | None, d
     k, v = without_padding(k, v, padding)
     if len(pieces) == 1:
         (whole,) = pieces
-        return backward_lists(whole.backend, whole.lists, (dout, q, k, v, out, lse), whole.options, dlse, front=whole.front)
+        return backward_lists(whole.backend, whole.lists, (dout, q, k, v, out, lse), whole.options, dlse, place=whole.front)
     # documents share no rows, so nothing needs to be summed
     dq, dk, dv = (new_like(x) for x in (q, k, v))
     for keys, rows, front, lists, options, backend in pieces:
         inside = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
         dlse_inside = None if dlse is None else dlse[:, :, rows]
-        dq[:, rows], dk[:, keys], dv[:, keys] = backward_lists(backend, lists, inside, options, dlse_inside, front=front)
+        dq[:, rows], dk[:, keys], dv[:, keys] = backward_lists(backend, lists, inside, options, dlse_inside, place=front)
     return dq, dk, dv
 
 
