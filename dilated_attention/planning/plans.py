@@ -99,10 +99,10 @@ class Plan:
     fits: bool
     longest: int | None
 
-    def _shared_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         exchange = self.exchange
         moved = {"name": exchange.name, "steps": exchange.steps, "exact": exchange.is_exact, **exchange.bytes._asdict()}
-        return {"exchange": moved, "no_time": self.no_time or None}
+        return asdict(self) | {"exchange": moved, "no_time": self.no_time or None}
 
     def _wire(self, each: str = "") -> list[str]:
         """Says what a process receives."""
@@ -174,7 +174,7 @@ class AttentionPlan(Plan):
         return sum(one.seconds for one in self.passes) if self.passes else None
 
     def as_dict(self) -> dict[str, Any]:
-        found, memory = asdict(self), self.memory
+        found, memory = super().as_dict(), self.memory
         del found["dense_pairs"]
         added = ("keys_per_query", "share_of_dense", "seconds")
         found |= {name: getattr(self, name) for name in added} | {"layout": self.layout if self.world_size > 1 else None}
@@ -186,7 +186,6 @@ class AttentionPlan(Plan):
                 one._asdict() | {"pass": name, "seconds": one.seconds, "bound": one.bound}
                 for name, one in zip(_PASSES, self.passes, strict=False)
             ],
-            **self._shared_dict(),
         }
 
     def heading(self, length: str) -> list[str]:
@@ -274,7 +273,7 @@ class ModelPlan(Plan):
         return sum(size for _, size in self.terms)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | self._shared_dict() | {"terms": [list(term) for term in self.terms], "peak": self.peak}
+        return super().as_dict() | {"terms": [list(term) for term in self.terms], "peak": self.peak}
 
     def heading(self, length: str) -> list[str]:
         flags = [self.dtype, "float32 weights under autocast" if self.autocast else f"{self.dtype} weights"]

@@ -202,14 +202,13 @@ def terms(plan: Plan) -> Terms:
     queries, keys = (B * (last - first) for first, last in (shape.queries, shape.keys))
     Q, K, R = queries * H * D, keys * Hk * D, queries * H
     if not plan.is_backward:
-        out_itemsize = e if problems.single else a
-        rounded = Q * e if out_itemsize != e else 0
-        return [("out in float32", Q * (out_itemsize - e)), ("launch results, rounded out", _launch_bytes(plan, rounded))]
+        more = 0 if problems.single else a - e
+        return [("out in float32", Q * more), ("launch results, rounded out", _launch_bytes(plan, Q * e * (more > 0)))]
     return [
         # two copies: lse (B, Nq, H), which with one head is the given lse itself, and that with +inf for rows without keys
         ("lse of the launches", R * a * (2 if H > 1 else 1)),
         ("dq, dk, dv in float32", (Q + 2 * K) * (a - e)),
-        ("launch results, rounded dq, dk, dv", _launch_bytes(plan, (Q + 2 * K) * e if a != e else 0)),
+        ("launch results, rounded dq, dk, dv", _launch_bytes(plan, (Q + 2 * K) * e * (a != e))),
     ]
 
 
@@ -229,8 +228,7 @@ def kernel_sums(plan: Plan, problems: Problems) -> tuple[str, int]:
         expanded = problem.heads.size * e if plan.backend.name.startswith("sdpa") else 4 * problem.heads.kv_count
         of_problem = 4 * rows * problem.heads.size * (D + 2) + 2 * keys * D * expanded * (shape.num_kv_heads < shape.num_heads)
         sums, total = max(sums, segments * of_problem), total + B * problem.segments * of_problem
-    sums = total if plan.one_launch else sums
-    return "sums of kernels in float32", sums
+    return "sums of kernels in float32", total if plan.one_launch else sums
 
 
 def _launch_bytes(plan: Plan, rounded: int) -> int:

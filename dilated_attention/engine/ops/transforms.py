@@ -71,14 +71,14 @@ def on_transforms(op: Any, transformed: Callable[..., Any]) -> None:
     ``functionalize`` is the exception: it calls the op unchanged.
     """
     schema = op._opoverload._schema
-    settings = next((i for i, argument in enumerate(schema.arguments) if argument.name == "settings"), None)
+    settings = [argument.name for argument in schema.arguments].index("settings")
     unchanged = torch._C._dispatch_get_computed_kernel_for_dispatch_key(schema.name, _FRONT)
 
     def front(keyset: Any, *args: Any) -> Any:
         if peek_interpreter_stack().key() == TransformType.Functionalize:
             return unchanged.call_boxed(keyset, *args)
         # the caller cannot see whether a transform around a vmap needs gradients
-        if settings is not None and torch.is_grad_enabled() and any(x.requires_grad for x in _seen_by_each_transform(args)):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in _seen_by_each_transform(args)):
             args = (*args[:settings], with_needs_grad(args[settings]), *args[settings + 1 :])
         return transformed(*args)
 
