@@ -21,8 +21,7 @@ from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at
 from dilated_attention.engine.blocks.lists import select_groups, select_rows
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.ops.prepare import select_backend
-from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_request, forward_lists
+from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_backend, forward_lists
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
@@ -69,8 +68,7 @@ class BlockPart(Part):
             return None
         kind = (is_backward, has_padding, q.stride(), k.stride())
         if kind not in self.passes:
-            request = blocks_request(self.lists, (q, k), self.settings, has_padding, is_backward)
-            self.passes[kind] = select_backend(request, self.settings)
+            self.passes[kind] = blocks_backend(self.lists, (q, k), self.settings, has_padding, is_backward)
         return self.passes[kind]  # type: ignore[no-any-return]
 
 

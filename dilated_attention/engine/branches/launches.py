@@ -99,12 +99,10 @@ def launches_of(
             strides = problem.step * s_N, step * s_H + heads.shift * s_N, *s_rest
             at = (start - row.position) * s_N + first * s_H
             views.append((row.tensor, s_B, problem.stride * s_N, (length, count, *row.shape[3:]), strides, at))
-        # whether P counts batch elements, and how often it does
-        by_batch, P, others = False, S, B
-        if B > 1 and (S == 1 or (B > S and any(s_B != S * s_S for _, s_B, s_S, *_ in views))):
-            by_batch, P, others = True, B, S
-        elif B > 1 and all(s_B == S * s_S for _, s_B, s_S, *_ in views):
-            P, others = B * S, 1
+        folds = B == 1 or all(s_B == S * s_S for _, s_B, s_S, *_ in views)
+        # whether P counts batch elements
+        by_batch = B > 1 and (S == 1 or (B > S and not folds))
+        P, others = (B, S) if by_batch else (B * S, 1) if folds else (S, B)
         longest = max([size[0] for _, _, _, size, _, _ in views])
         max_rows = None if part_bytes is None else max(1, part_bytes // (4 * width * heads.size) // longest)
         count = P if P == 1 else problems_at_once(P, [(v[1] if by_batch else v[2], v[3], v[4]) for v in views], capabilities, max_rows)

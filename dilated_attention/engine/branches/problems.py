@@ -117,17 +117,13 @@ def _as_group(run: list[Member], group_size: int) -> HeadGroup | None:
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     shift = run[1][1] - run[0][1] if len(run) > 1 else 0
     kv_of = [head // group_size for head in heads]
-    if shift:
-        kv_step = kv_of[1] - kv_of[0]
-        if any(kv != kv_of[0] + kv_step * i for i, kv in enumerate(kv_of)):
-            return None
-        return HeadGroup(heads[0], step, len(heads), kv_of[0], kv_step, len(heads), shift)
-    kv_heads = sorted(set(kv_of))
+    # shifted heads have keys of their own, also where they share a key/value head
+    kv_heads = kv_of if shift else sorted(set(kv_of))
     kv_step = kv_heads[1] - kv_heads[0] if len(kv_heads) > 1 else 1
     per_kv, rest = divmod(len(heads), len(kv_heads))
     if rest or kv_of != [kv_heads[0] + kv_step * (i // per_kv) for i in range(len(heads))]:
         return None
-    return HeadGroup(heads[0], step, len(heads), kv_heads[0], kv_step, len(kv_heads))
+    return HeadGroup(heads[0], step, len(heads), kv_heads[0], kv_step, len(kv_heads), shift)
 
 
 Range = tuple[int, int]

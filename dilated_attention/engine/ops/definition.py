@@ -168,9 +168,8 @@ def _function(op: Any, setup: Any, derivative: Any, no_forward_mode: Any) -> typ
             given = dict(zip(names, args, strict=True))
             # what cannot be folded into one larger batch: cu_seqlens is for batch size 1, a seed belongs to one call, what detached mixing
             # saves is laid out for one batch, and the gradients of sinks and slopes are summed over it
-            cannot_fold = any(given[name] is not None for name in ("cu_seqlens", "seed", "slopes", "sinks"))
-            cannot_fold = cannot_fold or settings_of(*args[_SETTINGS_AT]).detached
-            rule = each if cannot_fold else folded
+            is_alone = any(given[name] is not None for name in ("cu_seqlens", "seed", "slopes", "sinks"))
+            rule = each if is_alone or settings_of(*args[_SETTINGS_AT]).detached else folded
             return rule(Transformed.apply, info.batch_size, in_dims, args)
 
     Transformed.__name__ = Transformed.__qualname__ = op._opoverload._schema.name.rpartition("::")[2]

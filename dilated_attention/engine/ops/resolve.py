@@ -199,9 +199,8 @@ class DirectAttention(torch.autograd.Function):
         inputs, outputs = CallInputs(*saved[:NUM_INPUTS]), saved[NUM_INPUTS:]
         dout = gradient_of_out(dout, inputs.q, outputs[0])
         # with create_graph=True the op runs, since it refuses to be differentiated; it also handles batched gradients (vmap)
-        eager = not torch.is_grad_enabled() and is_eager([x for x in saved if x is not None])
-        eager = eager and dispatched_alike(dout, inputs.q) and dispatched_alike(dlse, inputs.q)
-        if eager:
+        given = [x for x in saved if x is not None]
+        if not torch.is_grad_enabled() and is_eager(given) and dispatched_alike(dout, inputs.q) and dispatched_alike(dlse, inputs.q):
             # frozen sinks, as of a model that is tuned by adapters
             _, _, of_slopes, of_sinks = ctx.needs_input_grad[-4:]
             grads = ctx.call.run_backward(dout, dlse, inputs, outputs, of_slopes=of_slopes, of_sinks=of_sinks)

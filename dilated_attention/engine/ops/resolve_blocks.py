@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends import AttentionRequest, Dropout
+from dilated_attention.backends import Dropout
 from dilated_attention.backends.base import Backend, Bias, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept, select_groups
@@ -106,12 +106,9 @@ def pieces_of(
         yield Piece(keys, rows, front, lists)
 
 
-def blocks_request(
-    lists: BlockLists, views: tuple[Tensor, ...], settings: CallSettings, key_mask: bool, is_backward: bool
-) -> AttentionRequest:
-    """Builds the request to a backend for these lists. ``views``: q, k and the other tensors that it reads; ``key_mask``: whether there is
-    padding."""
-    return request_of(
+def blocks_backend(lists: BlockLists, views: Tensors, settings: CallSettings, key_mask: bool, is_backward: bool) -> Backend:
+    """Selects the backend for these lists. ``views``: q, k and the other tensors that it reads; ``key_mask``: whether there is padding."""
+    request = request_of(
         views,
         settings,
         is_backward,
@@ -123,6 +120,7 @@ def blocks_request(
         blocks=(lists.q_block, lists.k_block),
         block_masks=lists.mask_kind,
     )
+    return select_backend(request, settings)
 
 
 def forward_lists(
@@ -299,7 +297,7 @@ class ResolvedBlocks(LocalCall):
         pattern, sizes = pattern_from_spec(settings.blocks), (q.shape[1], k.shape[1], q.shape[2])
         pieces = []
         for keys, rows, front, lists, *_ in pieces_of(pattern, sizes, settings, self.documents, kept, q.device):
-            backend = select_backend(blocks_request(lists, tensors[:4], settings, padding is not None, is_backward), settings)
+            backend = blocks_backend(lists, tensors[:4], settings, padding is not None, is_backward)
             mask, dropout, own_bias = Mask(None if padding is None else padding[:, keys]), None, None
             # positions in the whole sequence of the rows that are computed, which begin ``front`` before ``rows``
             first = settings.query_offset + rows.start - front
