@@ -127,4 +127,5 @@ class Tuning:
             # one at a time: slides are unequal, and what one keeps for its backward is large
             batch=1,
             accumulate=self.args.batch,
+            part="val" if self.val else "held out",
         )

@@ -246,6 +246,11 @@ def check(slides: Slides, *, tile_size: int | None, cells: int, is_fixed: bool =
     return replace(slides, all=all_slides, notes=(*slides.notes, *notes), width=min(widths), tile_size=size)
 
 
+def slide_id(name: str) -> str:
+    """The name of a slide without the ending of its scan, which some tools keep in rows, and some in files: ID.svs.h5."""
+    return Path(name).stem if name.lower().endswith(SCANS) else name
+
+
 def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = False, classes: Sequence[str] = ()) -> Slides:
     """Finds the files of slides, and their rows in the labels.
 
@@ -257,25 +262,25 @@ def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = 
     if not paths:
         way = f"give {inside[0].parent}, which has" if inside else "expected one a slide, named by its id"
         raise Refused(f"{folder} has no .h5, .pt or .npz file; {way}")
-    twice = [name for name, count in Counter(path.stem for path in paths).items() if count > 1]
+    twice = [name for name, count in Counter(slide_id(path.stem) for path in paths).items() if count > 1]
     if twice:
         raise Refused(f"slide {twice[0]} has several files in {folder}; keep one")
     if labels_file is None:
-        return Slides([Slide(path.stem, path) for path in paths], list(classes))
+        return Slides([Slide(slide_id(path.stem), path) for path in paths], list(classes))
     rows, column = read_labels(labels_file)
-    paired = [path for path in paths if path.stem in rows]
-    names = {path.stem for path in paths}
+    paired = [path for path in paths if slide_id(path.stem) in rows]
+    names = {slide_id(path.stem) for path in paths}
     texts = [
         f"{len(missing)} of {count} {what}, such as {', '.join(missing[:2])}"
         for missing, count, what in (
             ([name for name in rows if name not in names], len(rows), f"rows of {labels_file} have no file in {folder}"),
-            ([path.name for path in paths if path.stem not in rows], len(paths), f"files in {folder} have no row"),
+            ([path.name for path in paths if slide_id(path.stem) not in rows], len(paths), f"files in {folder} have no row"),
         )
         if missing
     ]
     if texts and not (skip_missing and paired):
         raise Refused(f"{'; '.join(texts)}: a file is named by its slide_id; --skip-missing leaves {'these' if paired else 'all'} out")
-    labels = {rows[path.stem]["label"] for path in paired}
+    labels = {rows[slide_id(path.stem)]["label"] for path in paired}
     if classes and not labels <= set(classes):
         raise Refused(
             f"{labels_file} has the label {min(labels - set(classes))}, and the checkpoint the classes {', '.join(classes)}; "
@@ -283,8 +288,8 @@ def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = 
         )
     classes = list(classes) or sorted(labels)
     slides = [
-        Slide(path.stem, path, classes.index(row["label"]), row.get("split", ""), row[column] if column else path.stem)
-        for path, row in ((path, rows[path.stem]) for path in paired)
+        Slide(name, path, classes.index(row["label"]), row.get("split", ""), row[column] if column else name)
+        for name, path, row in ((slide_id(path.stem), path, rows[slide_id(path.stem)]) for path in paired)
     ]
     patients = len({slide.patient for slide in slides})
     whose = f"of {patients} patients (column {column})" if column else f"and no column {', '.join(PATIENTS)}: each counts as a patient"
@@ -303,8 +308,7 @@ def read_labels(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
     column = next((name for name in PATIENTS if name in rows[0]), None)
     row_of: dict[str, dict[str, str]] = {}
     for row in rows:
-        name = row["slide_id"]
-        name = Path(name).stem if name.lower().endswith(SCANS) else name
+        name = slide_id(row["slide_id"])
         if name in row_of:
             raise Refused(f"--labels {path} has slide {name} twice; keep one row a slide")
         for needed in ("label", column):

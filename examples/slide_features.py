@@ -259,8 +259,9 @@ def summarise(args: argparse.Namespace, slides: Slides, runs: list[dict[str, Any
         results |= {"AUC of folds": [run["AUC"] for run in runs], "held-out bits per slide": bits}
         (args.out / "slides.json").write_text(json.dumps(results) + "\n")
         of_folds = ", ".join(f"{run['AUC']:.4f}" for run in runs)
-        print(f"AUC of folds: {of_folds}; a run each in fold-1 … fold-{args.folds}")
-    print(f"log.jsonl, checkpoint (the model), checkpoints, embeddings.npz, predictions.csv, slides.json and heatmaps in {args.out}")
+        print(f"AUC of folds: {of_folds}")
+    where = f"{args.out}/fold-1 … fold-{args.folds}, the first two of all slides in {args.out}" if args.folds else args.out
+    print(f"predictions.csv, slides.json, log.jsonl, checkpoint (the model), checkpoints, embeddings.npz and heatmaps in {where}")
     names, count = slides.classes, sum(len(fold.slides) for fold in tested)
     which = f"of {names[1]} against {names[0]}" if len(names) == 2 else "mean over classes, each against the rest"
     patients = len({slide.patient for fold in tested for slide in fold.slides})

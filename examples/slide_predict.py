@@ -82,6 +82,8 @@ def main() -> int:
     parser.add_argument("--heatmaps", action="store_true", help="draw the attention to each slide's tiles")
     parser.add_argument("--out", type=Path, default=Path("runs/slide_predictions"), help="(default: runs/slide_predictions)")
     args = parser.parse_args()
+    if (args.out / settings.FILE).exists():
+        parser.error(f"--out {args.out} holds a run, whose predictions.csv and embeddings.npz would be replaced; give another --out")
     try:
         model, slides, device = prepare(args)
     except Refused as error:

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     text = "which backends this machine uses, why, and what would be faster"
     add = add_command(commands, "info", _info, usage="%(prog)s [name] [options]", help=text).add_argument
     add("name", choices=SEARCHED, nargs="?", help="say what to use for this instead")
-    add("--for", choices=sorted(EXAMPLES), help="another kind of machine, with every kernel package installed")
+    add("--for", choices=sorted(EXAMPLES), help="another kind of machine, with every kernel package but xformers")
     add("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 on a GPU that supports it, else float16 or float32")
     add("--head-dim", type=size, help="default: 64")
     add("--heads", "--num-heads", dest="num_heads", type=size, help="query heads; default: 8")

@@ -152,7 +152,7 @@ def _case_of(name: str, index: int) -> Case:
     """Returns case ``index`` of a backend, of what it declares: short, in one long problem, or with blocks."""
     capabilities, space = registry.get(name).capabilities, Space.of_backend(name)
     if capabilities.blocks_only or (capabilities.block_sizes and index % 5 == 2):
-        return random_case(index, replace(space, max_length=300, blocks=True))
+        return random_case(index, replace(space, max_length=1100 if index % 25 == 2 else 300, blocks=True))
     case = random_case(index, space)
     if index % 5 != 4:
         return case
@@ -164,8 +164,9 @@ def _case_of(name: str, index: int) -> Case:
         n, heads = draw.randint(1100, 2100), min(heads, 2)
     wide = 128 % capabilities.head_dim_multiple == 0 and capabilities.max_head_dim >= 128
     return replace(
-        case, pattern=DilatedPattern((2**62,), (1,), "zero"), batch=1, num_queries=n, num_keys=n, query_offset=0, heads=heads,
-        kv_heads=heads, head_dim=128 if wide and draw.randint(0, 1) else case.head_dim, bounds=None, mixture_grad="exact",
+        case, pattern=DilatedPattern((2**62,), (1,), "zero"), batch=2 if heads < 12 and n < 1100 else 1, num_queries=n, num_keys=n,
+        query_offset=0, heads=heads, kv_heads=heads if index % 4 else 1, head_dim=128 if wide and draw.randint(0, 1) else case.head_dim,
+        bounds=None, mixture_grad="exact", is_causal=index // 10 % 2 == 0,
         window=(sides[0], sides[1]) if space.window and index % 2 else None,
     )  # fmt: skip
 
@@ -189,7 +190,7 @@ def check_backend(
         seed: the seed of the first case; case i of seed s is case i + 1 of seed s − 1.
         space: what to draw; None for what the backend's capabilities allow: every fifth case is dense, or within a window, over 300 to 800
             positions, and every 25th over 1,100 to 2,100, since a backend may work in pieces; another fifth has lists of blocks, if it
-            takes them.
+            takes them, of up to 300 positions, and of up to 1,100. All numbers are finite.
 
     Raises:
         AssertionError: if a result exceeds its bound (the message has the case to repeat it), or over half of the cases were refused.

@@ -66,6 +66,7 @@ class Task:
         batch: sequences that a process takes at a time.
         accumulate: how many times a step, when a run begins; their gradients are added up.
         length: tokens of a sequence, by progress, where several stand for one of ``tokens``; None where none do.
+        part: the name of the data that ``evaluate`` reads.
     """
 
     loss: Callable[[Sequence[int], float], torch.Tensor]
@@ -78,6 +79,7 @@ class Task:
     batch: int
     accumulate: int = 1
     length: Callable[[float], int] | None = None
+    part: str = "held out"
 
 
 def schedule(progress: float) -> float:
@@ -374,5 +376,5 @@ class Trainer:
             )
         if self._log is not None:
             self._log.add(self.done.step, {"held_out/bits": bits, "seconds": self.done.seconds, "tokens": self.done.tokens})
-            self._log.print(f"{self.done.seconds:5.0f} s, step {self.done.step}, held out: {bits:.4f} bits/{self.task.unit}")
+            self._log.print(f"{self.done.seconds:5.0f} s, step {self.done.step}, {self.task.part}: {bits:.4f} bits/{self.task.unit}")
         return bits

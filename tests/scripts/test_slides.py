@@ -341,6 +341,10 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
     before = {row["slide_id"]: row for row in table_of(out / "predictions.csv")}
     shutil.copytree(folder, new)
     apart(new, lambda i: 512 if i < 10 else 256)
+    # some tools keep the ending of the scan
+    (new / "s05.h5").rename(new / "s05.SVS.h5")
+    result = predict(new, out, out)
+    assert result.returncode == 2 and f"--out {out} holds a run" in result.stderr
     result = predict(new, out, tmp_path / "by-run", "--heatmaps")
     assert result.returncode == 0, result.stderr
     assert "coords of 10 slides with tiles 512 pixels apart are resized to 256" in result.stdout
@@ -360,7 +364,7 @@ def test_new_slides_are_embedded_and_predicted(tmp_path: Path) -> None:
         ("x00,tumour\ns30,tumour\n", ["--skip-missing"], 2, "has the label tumour, and the checkpoint the classes class0, class1"),
     ):
         if "s30" in text:
-            shutil.copy(new / "s05.h5", new / "s30.h5")
+            shutil.copy(new / "s05.SVS.h5", new / "s30.h5")
         labels.write_text((folder / "labels.csv").read_text() + text)
         result = predict(new, out / "checkpoint", tmp_path / "by-checkpoint", "--labels", str(labels), *options)
         assert result.returncode == code and said in result.stdout + result.stderr, result.stderr
