@@ -263,11 +263,10 @@ def check_names(function: str, options: Iterable[str], owner: str = "") -> None:
     """Refuses options that the public function or class does not have. ``owner``: the class of which ``function`` is the ``forward``."""
     for name in options:
         if name not in KEYWORDS[function]:
-            hint = _NAMES_OF_OTHERS.get(name)
+            hint = f"an option of the constructor: {owner}(…, {name}=…)" if name in KEYWORDS.get(owner, ()) else _NAMES_OF_OTHERS.get(name)
             if owner and name == "bias":
-                hint = "a bias of scores is an option of functions: dilated_attention(…, bias=…)"
-            elif name in KEYWORDS.get(owner, ()):
-                hint = f"an option of the constructor: {owner}(…, {name}=…)"
+                of_scores = "a bias of scores is an option of functions: dilated_attention(…, bias=…)"
+                hint = f"{hint}, of its projections; {of_scores}" if hint else of_scores
             what = f"{owner}.forward" if owner else function
             raise TypeError(
                 f"{what}() got an unexpected keyword argument {name!r}{f' ({hint})' if hint else ''}; "

@@ -133,7 +133,11 @@ def test_options_that_belong_elsewhere_are_refused_by_name_and_say_where() -> No
         (lambda: dilated_attention.attention(q, q, q, attn_mask=None), r"'attn_mask' \(here is_causal, window"),
         (lambda: core(q, q, q, softcap=2.0), r"DilatedAttention.forward\(\) got an unexpected keyword argument 'softcap'; it accepts"),
         (lambda: core(q, q, q, scale=2.0), r"'scale' \(an option of the constructor: DilatedAttention\(…, scale=…\)\)"),
-        (lambda: layer(q.flatten(2), bias=None), r"'bias' \(an option of the constructor: MultiheadDilatedAttention\("),
+        (
+            lambda: layer(q.flatten(2), bias=None),
+            r"'bias' \(an option of the constructor: MultiheadDilatedAttention\(…, bias=…\), of its projections; a bias of scores is",
+        ),
+        (lambda: core(q, q, q, bias=None), r"'bias' \(a bias of scores is an option of functions: dilated_attention\(…, bias=…\)\); "),
         (lambda: layer(q.flatten(2), sinks=q), r"'sinks' \(an option of the constructor"),
         (lambda: layer(q.flatten(2), seq_len=4), r"MultiheadDilatedAttention.forward\(\) got an unexpected keyword argument 'seq_len'; "),
     ]:

@@ -348,7 +348,7 @@ def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[Tenso
     return tensor.split([len(table) for table in tables])
 
 
-def numbers_of(lines: Sequence[Lines], device: torch.device) -> torch.Tensor:
+def numbers_of(lines: Sequence[Lines], device: torch.device) -> Tensor:
     """Returns all line numbers one after the other. A device computes them, since there are millions of them in a long sequence."""
     if not lines:
         return torch.zeros(0, dtype=torch.int64, device=device)
