@@ -247,7 +247,7 @@ class Block(nn.Module):
             tables: Any = ()
             if attention.rotary:
                 check_cu_seqlens(cu_seqlens, x, x)
-                of_q, of_k = (shared or shared_tables(cu_seqlens, x.shape[1], None))(attention, qkv)
+                of_q, of_k = (shared or shared_tables(cu_seqlens))(attention, qkv, shape[1])
                 # without XPOS queries and keys have one table
                 tables = of_q if of_q is of_k else of_q + of_k
             q, k, v = heads(qkv, tables, 1.0)

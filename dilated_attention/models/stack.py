@@ -213,11 +213,11 @@ class LongNetStack(nn.Module):
         of_block: dict[str, Any] = same
         # a checkpointed block keeps its input alone, and no table
         if cache is None and not recomputes and is_eager([x]):
-            of_block = {**same, "tables": shared_tables(cu_seqlens, x.shape[1] if seq_len is None else seq_len, self.ring)}
+            of_block = {**same, "tables": shared_tables(cu_seqlens, seq_len, self.ring)}
         for block in blocks:
-            # what stands in its place may not have this argument, and a compiled block would be compiled anew for tables that are there
-            is_plain = getattr(type(block), "forward", None) is Block.forward and block._compiled_call_impl is None
-            given = of_block if is_plain and "forward" not in block.__dict__ else same
+            # what stands in its place may not have this argument, a compiled block would be compiled anew for tables that are there, and a
+            # checkpoint by hooks would find them there when it computes again
+            given = of_block if is_lean(block, Block) and block._compiled_call_impl is None else same
             x = checkpoint(block, x, use_reentrant=False, **given) if recomputes else block(x, **given)
             if all_layers:
                 states.append(x)

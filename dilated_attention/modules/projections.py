@@ -22,20 +22,23 @@ from dilated_attention.pattern.checks import as_int
 
 # an internal option of ``forward``, with a name that is no identifier: the ``SharedTables`` of the pass that the layer is part of
 TABLES = "rotary tables"
-# (layer, a tensor of the dtype and device to rotate) → the layer's tables
-SharedTables = Callable[["MultiheadAttention", torch.Tensor], tuple[Table, Table]]
+# (layer, a tensor of the dtype and device to rotate, rows) → the layer's tables
+SharedTables = Callable[["MultiheadAttention", torch.Tensor, int], tuple[Table, Table]]
 
 
-def shared_tables(cu_seqlens: torch.Tensor | None, seq_len: int, ring: RingSettings | None) -> SharedTables:
-    """Returns what makes the tables of one pass through layers, once for all that rotate alike. With ``ring`` the rows are a shard of
-    ``seq_len`` positions."""
+def shared_tables(cu_seqlens: torch.Tensor | None, seq_len: int | None = None, ring: RingSettings | None = None) -> SharedTables:
+    """Returns what makes the tables of one pass through layers, once for all that rotate as many rows alike. With ``ring`` the rows are a
+    shard of ``seq_len`` positions."""
     made: dict[tuple[Any, ...], tuple[Table, Table]] = {}
 
-    def tables(layer: MultiheadAttention, like: torch.Tensor) -> tuple[Table, Table]:
-        kind = like.device, like.dtype, layer.head_dim, layer.rotary_base, layer.xpos_scale_base
+    def tables(layer: MultiheadAttention, like: torch.Tensor, rows: int) -> tuple[Table, Table]:
+        kind = rows, like.device, like.dtype, layer.head_dim, layer.rotary_base, layer.xpos_scale_base
         if kind not in made:
-            positions = torch.arange(seq_len, device=like.device) if ring is None else ring.positions(like, seq_len)
-            made[kind] = layer.tables(positions, cu_seqlens, seq_len, like.dtype)
+            if ring is None or seq_len is None:
+                length, positions = rows, torch.arange(rows, device=like.device)
+            else:
+                length, positions = seq_len, ring.positions(like, seq_len)
+            made[kind] = layer.tables(positions, cu_seqlens, length, like.dtype)
         return made[kind]
 
     return tables
@@ -170,7 +173,7 @@ class MultiheadAttention(nn.Module):
         cu_seqlens, seq_len = options.get("cu_seqlens"), options.get("seq_len")
         if tables is not None:
             check.check_cu_seqlens(cu_seqlens, q, k)
-            of_q, of_k = tables(self, k)
+            of_q, of_k = tables(self, k, k.shape[1])
             return rotate(q, of_q), rotate(k, of_k)
         if ring is None:
             query_offset = check.check_query_offset(options.get("query_offset", 0), q.shape[1], k.shape[1])

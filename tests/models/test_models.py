@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy as POLICIES
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dilated_attention.models import LongNetConfig, LongNetDecoder, LongNetEncoder, LongNetLM, sharded_cross_entropy
 from dilated_attention.models.blocks import DropPath
@@ -141,6 +145,28 @@ def test_layers_that_rotate_alike_share_their_tables(ring: RingSettings | None, 
         assert len(made) == 5 and torch.equal(stack.norm(y), out)
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, stack.parameters(), strict=True))
         made[:], _ = [], stack.zero_grad()
+
+
+def test_hooks_between_layers_may_change_rows_and_checkpoint_blocks() -> None:
+    """What hooks do to a block is computed as by blocks that are called one by one: each has tables of its own rows, made again."""
+    torch.manual_seed(3)
+    stack, x = LongNetDecoder(config_of(num_layers=3)), torch.randn(1, 20, 16)
+    want = stack(x)
+    for block in stack.blocks:
+        # what multiplied is kept by its order
+        policy = lambda _, op, *a, **k: POLICIES.MUST_SAVE if op is torch.ops.aten.mul.Tensor else POLICIES.PREFER_RECOMPUTE  # noqa: E731
+        composable_checkpoint(block, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+    grads = [torch.autograd.grad(y.sum(), [*stack.parameters()]) for y in (want, stack(x))]
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+    stack = LongNetDecoder(config_of(num_layers=3))
+    for change in (lambda y: y[:, :10], lambda y: torch.cat([y, y], 1)):
+        handle = stack.blocks[0].register_forward_hook(lambda block, given, y, change=change: change(y))
+        out = stack(x)
+        handle.remove()
+        y = change(stack.blocks[0](x))
+        for block in stack.blocks[1:]:
+            y = block(y)
+        assert torch.equal(out, stack.norm(y))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

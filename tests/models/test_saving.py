@@ -289,6 +289,11 @@ def test_a_runs_folder_has_the_model_of_its_end_or_names_the_command_that_writes
 def test_sinks_without_a_size_are_saved_and_loaded_as_lazy_modules_do() -> None:
     module = DilatedAttention([16], [2], sinks=True)
     module.load_state_dict(module.state_dict())
+    # what somebody added is saved beside them
+    other = DilatedAttention([16], [2], sinks=True)
+    other.register_buffer("steps", torch.zeros(1))
+    other.temperature = torch.nn.Parameter(torch.ones(1))
+    assert {name: x.requires_grad for name, x in other.state_dict().items()} == {"sinks": True, "steps": False, "temperature": False}
     with pytest.raises(RuntimeError, match="received <class 'list'>"):
         module.load_state_dict({"sinks": [0.0, 0.0]})
     module.load_state_dict({"sinks": torch.ones(3)})
