@@ -262,25 +262,25 @@ def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = 
     if not paths:
         way = f"give {inside[0].parent}, which has" if inside else "expected one a slide, named by its id"
         raise Refused(f"{folder} has no .h5, .pt or .npz file; {way}")
-    twice = [name for name, count in Counter(slide_id(path.stem) for path in paths).items() if count > 1]
+    ids = [slide_id(path.stem) for path in paths]
+    twice = [name for name, count in Counter(ids).items() if count > 1]
     if twice:
         raise Refused(f"slide {twice[0]} has several files in {folder}; keep one")
     if labels_file is None:
-        return Slides([Slide(slide_id(path.stem), path) for path in paths], list(classes))
+        return Slides([Slide(name, path) for name, path in zip(ids, paths, strict=True)], list(classes))
     rows, column = read_labels(labels_file)
-    paired = [path for path in paths if slide_id(path.stem) in rows]
-    names = {slide_id(path.stem) for path in paths}
+    paired = {name: path for name, path in zip(ids, paths, strict=True) if name in rows}
     texts = [
         f"{len(missing)} of {count} {what}, such as {', '.join(missing[:2])}"
         for missing, count, what in (
-            ([name for name in rows if name not in names], len(rows), f"rows of {labels_file} have no file in {folder}"),
-            ([path.name for path in paths if slide_id(path.stem) not in rows], len(paths), f"files in {folder} have no row"),
+            ([name for name in rows if name not in paired], len(rows), f"rows of {labels_file} have no file in {folder}"),
+            ([path.name for name, path in zip(ids, paths, strict=True) if name not in rows], len(paths), f"files in {folder} have no row"),
         )
         if missing
     ]
     if texts and not (skip_missing and paired):
         raise Refused(f"{'; '.join(texts)}: a file is named by its slide_id; --skip-missing leaves {'these' if paired else 'all'} out")
-    labels = {rows[slide_id(path.stem)]["label"] for path in paired}
+    labels = {rows[name]["label"] for name in paired}
     if classes and not labels <= set(classes):
         raise Refused(
             f"{labels_file} has the label {min(labels - set(classes))}, and the checkpoint the classes {', '.join(classes)}; "
@@ -289,7 +289,7 @@ def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = 
     classes = list(classes) or sorted(labels)
     slides = [
         Slide(name, path, classes.index(row["label"]), row.get("split", ""), row[column] if column else name)
-        for name, path, row in ((slide_id(path.stem), path, rows[slide_id(path.stem)]) for path in paired)
+        for name, path, row in ((name, path, rows[name]) for name, path in paired.items())
     ]
     patients = len({slide.patient for slide in slides})
     whose = f"of {patients} patients (column {column})" if column else f"and no column {', '.join(PATIENTS)}: each counts as a patient"

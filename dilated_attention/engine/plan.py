@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from dilated_attention.backends.base import AttentionRequest, Backend, Bounds, Options, Views
+from dilated_attention.backends.base import AttentionRequest, Backend, Bounds, Options, Result, Views
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Problems, Shape, problems_of
 from dilated_attention.engine.ops.settings import CallSettings
@@ -19,8 +19,6 @@ from dilated_attention.pattern import DilatedPattern
 
 Tensors = tuple[Tensor, ...]
 Terms = list[tuple[str, int]]
-# out and lse
-Result = tuple[Tensor, Tensor]
 T = TypeVar("T")
 
 

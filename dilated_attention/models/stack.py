@@ -210,15 +210,19 @@ class LongNetStack(nn.Module):
                     if is_lean(block, Block):
                         block.compile_ahead(x)
         same: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_len": seq_len} if cache is None else {"cache": cache}
-        of_block: dict[str, Any] = same
+        tables: dict[str, Any] = {}
         # a checkpointed block keeps its input alone, and no table
         if cache is None and not recomputes and is_eager([x]):
-            of_block = {**same, "tables": shared_tables(cu_seqlens, seq_len, self.ring)}
+            tables["tables"] = shared_tables(cu_seqlens, seq_len, self.ring)
         for block in blocks:
-            # what stands in its place may not have this argument, a compiled block would be compiled anew for tables that are there, and a
-            # checkpoint by hooks would find them there when it computes again
-            given = of_block if is_lean(block, Block) and block._compiled_call_impl is None else same
-            x = checkpoint(block, x, use_reentrant=False, **given) if recomputes else block(x, **given)
+            if recomputes:
+                x = checkpoint(block, x, use_reentrant=False, **same)
+            elif tables and is_lean(block, Block) and block._compiled_call_impl is None:
+                x = block(x, **same, **tables)
+            else:
+                # what stands in a block's place may not have this argument, a compiled block would be compiled anew for tables that are
+                # there, and a checkpoint by hooks would find them there when it computes again
+                x = block(x, **same)
             if all_layers:
                 states.append(x)
         x = x if self.norm is None else self.norm(x)

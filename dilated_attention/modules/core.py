@@ -114,9 +114,10 @@ class Attention(nn.Module):
         # as torch's lazy modules do: sinks without a size as they are, since torch would detach them, which needs one
         is_lazy = isinstance(self.sinks, nn.UninitializedParameter)
         super()._save_to_state_dict(destination, prefix, keep_vars or is_lazy)
-        for key in (f"{prefix}{name}" for name in (*self._parameters, *self._buffers) if is_lazy and not keep_vars and name != "sinks"):
-            if key in destination:
-                destination[key] = destination[key].detach()
+        if is_lazy and not keep_vars:
+            for name in {*self._parameters, *self._buffers} - {"sinks"}:
+                if (key := f"{prefix}{name}") in destination:
+                    destination[key] = destination[key].detach()
 
     def _weight_arguments(self, query: torch.Tensor) -> dict[str, Any]:
         """Returns the arguments on which attention weights depend: the pattern, the scale and the sinks. Makes sinks in the first call."""

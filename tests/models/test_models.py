@@ -147,15 +147,18 @@ def test_layers_that_rotate_alike_share_their_tables(ring: RingSettings | None, 
         made[:], _ = [], stack.zero_grad()
 
 
+def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> POLICIES:
+    """A policy that finds what was multiplied again by its order."""
+    return POLICIES.MUST_SAVE if op is torch.ops.aten.mul.Tensor else POLICIES.PREFER_RECOMPUTE
+
+
 def test_hooks_between_layers_may_change_rows_and_checkpoint_blocks() -> None:
     """What hooks do to a block is computed as by blocks that are called one by one: each has tables of its own rows, made again."""
     torch.manual_seed(3)
     stack, x = LongNetDecoder(config_of(num_layers=3)), torch.randn(1, 20, 16)
     want = stack(x)
     for block in stack.blocks:
-        # what multiplied is kept by its order
-        policy = lambda _, op, *a, **k: POLICIES.MUST_SAVE if op is torch.ops.aten.mul.Tensor else POLICIES.PREFER_RECOMPUTE  # noqa: E731
-        composable_checkpoint(block, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+        composable_checkpoint(block, context_fn=functools.partial(create_selective_checkpoint_contexts, keep_products))
     grads = [torch.autograd.grad(y.sum(), [*stack.parameters()]) for y in (want, stack(x))]
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
     stack = LongNetDecoder(config_of(num_layers=3))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Options, Views, accumulation_dtype, new_lse, placed
+from dilated_attention.backends.base import Options, Result, Views, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.hardware import Streams
 from dilated_attention.backends.merge import zero_key_share
 from dilated_attention.engine.branches import places
@@ -36,7 +36,7 @@ from dilated_attention.engine.branches.launches import (
 from dilated_attention.engine.branches.places import Layout, Stage, layout_of, stages_of, view_of
 from dilated_attention.engine.branches.problems import Problem, Problems, Range, problems_of, whole_shape
 from dilated_attention.engine.branches.run_problems import kernel_sums, run_backward
-from dilated_attention.engine.plan import Plan, Result, Tensors, Terms
+from dilated_attention.engine.plan import Plan, Tensors, Terms
 
 # given a problem, returns the view of its rows in a buffer; None if they are written into the result itself
 BufferView = Callable[[Problem], View | None]

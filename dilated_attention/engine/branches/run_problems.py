@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Backend, Options, Views, accumulation_dtype, new_results, placed
+from dilated_attention.backends.base import Backend, Options, Result, Views, accumulation_dtype, new_results, placed
 from dilated_attention.backends.merge import add_zero_keys, merge_onto
 from dilated_attention.engine.branches.launches import (
     PART_BYTES,
@@ -33,7 +33,7 @@ from dilated_attention.engine.branches.launches import (
     without_padding,
 )
 from dilated_attention.engine.branches.problems import Problems
-from dilated_attention.engine.plan import Plan, Result, Tensors, Terms
+from dilated_attention.engine.plan import Plan, Tensors, Terms
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
 # kernels pad the rows of their sums to a multiple of this

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention.backends.base import Views, new_lse, new_results
+from dilated_attention.backends.base import Result, Views, new_lse, new_results
 from dilated_attention.backends.hardware import on_device
 from dilated_attention.backends.tiles.table import Extent, counts_of, scratch_bytes
 from dilated_attention.engine.branches.launches import Masks, narrowed, without_padding
 from dilated_attention.engine.branches.places import input_bytes, layout_of, transient_budget
 from dilated_attention.engine.branches.problems import Range, Shape
-from dilated_attention.engine.plan import Plan, Result, Tensors, Terms
+from dilated_attention.engine.plan import Plan, Tensors, Terms
 from dilated_attention.pattern import DilatedPattern
 
 # kinds of passes whose kernels are compiled or being compiled

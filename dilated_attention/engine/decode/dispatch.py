@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import AttentionRequest, BackendUnavailable, Capabilities, Hardware, detect, reasons_of
-from dilated_attention.backends.base import ALL_FLOATS, HALVES, accumulation_dtype
+from dilated_attention.backends.base import ALL_FLOATS, HALVES, Result, accumulation_dtype
 from dilated_attention.backends.flash import flash3
 
 # models, which do not import backends, ask for it here
@@ -59,8 +59,6 @@ def torch_decode(q: Tensor, cached: Cached, runs: Runs, scale: float) -> tuple[T
     out = weights @ v.masked_fill(~inside[..., None], 0.0)
     return out.view(B, H, D).to(q.dtype), lse.view(B, H)
 
-
-Result = tuple[Tensor, Tensor]
 
 TRITON_FACTS = Capabilities(
     devices=frozenset({"cuda"}),

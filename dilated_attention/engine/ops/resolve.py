@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import registry
-from dilated_attention.backends.base import Bias, accumulation_dtype, new_lse
+from dilated_attention.backends.base import Bias, Result, accumulation_dtype, new_lse
 from dilated_attention.backends.hardware import keep_for_graph
 from dilated_attention.backends.merge import add_sinks_, sinks_gradient
 from dilated_attention.backends.tiles.table import all_aligned
@@ -27,7 +27,7 @@ from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
-from dilated_attention.engine.plan import Plan, Result
+from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern.blocks.base import redefined_classes
 
 MaybeTensor = Tensor | None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends import Dropout
-from dilated_attention.backends.base import Backend, Bias, Capabilities, Mask, Options, accumulation_dtype, new_lse, placed
+from dilated_attention.backends.base import Backend, Bias, Capabilities, Mask, Options, Result, accumulation_dtype, new_lse, placed
 from dilated_attention.backends.merge import merge_onto
 from dilated_attention.engine.blocks.lists import block_lists, lists_of_kept, select_groups
 from dilated_attention.engine.branches.launches import entries_at_once, without_padding
@@ -43,7 +43,7 @@ from dilated_attention.engine.ops.resolve import (
     resolve,
 )
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
-from dilated_attention.engine.plan import Plan, Result
+from dilated_attention.engine.plan import Plan
 from dilated_attention.pattern import BlockPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
