@@ -133,6 +133,8 @@ def _flex(case: Case) -> Attend:
     if not isinstance(case.pattern, BlockPattern):
         raise Refused("compared on patterns of blocks")
     mask = to_block_mask(case.pattern, case.num_positions, case.num_heads, is_causal=case.is_causal, device=case.device)
+    # a pass is timed by repeating the backward of one forward, which a compiled one refuses where it may overwrite what it was given
+    torch._functorch.config.donated_buffer = False
     # shapes as constants: its fastest form
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return lambda *qkv: compiled(*(x.transpose(1, 2) for x in qkv), block_mask=mask).transpose(1, 2)
