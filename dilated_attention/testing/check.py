@@ -163,7 +163,7 @@ def _case_of(name: str, index: int) -> Case:
         # beyond what a kernel may hold of a row at once; fewer heads, for the oracle's memory
         n, heads = draw.randint(1100, 2100), min(heads, 2)
     wide = 128 % capabilities.head_dim_multiple == 0 and capabilities.max_head_dim >= 128
-    kv_heads = 1 if index % 4 == 0 and heads == 2 else heads
+    kv_heads = 1 if index % 4 == 0 else heads
     return replace(
         case, pattern=DilatedPattern((2**62,), (1,), "zero"), batch=2 if heads < 12 and n < 1100 else 1, num_queries=n, num_keys=n,
         query_offset=0, heads=heads, kv_heads=kv_heads, head_dim=128 if wide and draw.randint(0, 1) else case.head_dim, bounds=None,

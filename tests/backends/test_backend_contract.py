@@ -12,6 +12,8 @@ import torch
 import dilated_attention
 from dilated_attention.backends import AttentionRequest, Options, detect, registry
 from dilated_attention.backends.base import placed
+from dilated_attention.pattern import DilatedPattern
+from dilated_attention.testing import Case, measure
 
 MATH = registry.get("math")
 PACKAGE = Path(dilated_attention.__file__).parent
@@ -76,6 +78,12 @@ def test_results_go_to_views_or_are_copied_there(device: str) -> None:
             assert all(one is other for one, other in zip(shares, some, strict=True) if other is not None)
             for one, other in zip(shares, plain_grads, strict=True):
                 torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_gradients_of_a_head_that_many_query_heads_read_are_summed_in_float32(device: str) -> None:
+    case = Case(pattern=DilatedPattern((2**62,), (1,)), num_queries=192, num_keys=192, heads=64, kv_heads=1, head_dim=16, is_causal=True)
+    for name in backends(device, torch.bfloat16):
+        assert [result for result in measure(case, name, torch.bfloat16, device) if not result.passes] == [], name
 
 
 # FlashAttention-4 through torch is broken on 2.11–2.13, and a library has no business with global kernel switches

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention.backends.base import ALL_FLOATS, Capabilities, Grads, Options, Result
-from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows
+from dilated_attention.backends.mask_convert import additive_bias, clear_empty_rows, of_kv_heads, repeat_heads
 from dilated_attention.backends.nonfinite import ContainedBackend, all_finite
 from dilated_attention.backends.torch_ops.math import MathBackend
 from dilated_attention.pattern.blocks.block_lists import BLOCK_SIZES
@@ -24,6 +24,8 @@ class SdpaCpuBackend(ContainedBackend):
     * a row without keys gets lse 0: it is set to what ``Backend`` promises
     * a row whose scores are all NaN gets lse 0 and out 0; q · k and sums of values overflow where scores and outputs do not:
       ``MathBackend`` computes every row that may be such a row
+    * in half precision the backward rounds dk and dv after every query head that reads them (1.5 and 2.5 times the bound of 12 and 32
+      heads): each head gets a copy of its own, and the sum is float32
 
     Letters: P problems, L queries, S keys; ``empty_PL`` marks rows without keys.
     """
@@ -66,11 +68,12 @@ class SdpaCpuBackend(ContainedBackend):
     ) -> Grads:  # fmt: skip
         assert dlse is None
         bias, _ = additive_bias(q, k, options, pairs)
-        heads_first = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        heads = q.shape[2] if q.element_size() == 2 else k.shape[2]
+        heads_first = (x.transpose(1, 2) for x in (dout, q, repeat_heads(k, heads), repeat_heads(v, heads), out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads_first, lse, 0.0, options.causal, attn_mask=bias, scale=options.scale
         )
-        dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        dq, dk, dv = dq.transpose(1, 2), of_kv_heads(dk.transpose(1, 2), k.shape[2]), of_kv_heads(dv.transpose(1, 2), k.shape[2])
         if not all_finite(dq, dk, dv):
             exact = _MATH.raw_backward(dout, q, k, v, out, lse, options, None, pairs)
             dq, dk, dv = (torch.where(x.isfinite(), x, y.to(x.dtype)) for x, y in zip((dq, dk, dv), exact, strict=True))
