@@ -297,10 +297,13 @@ def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = 
 
 
 def read_labels(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
-    """{slide id: row} of a CSV, and the name of its column of patients."""
+    """{slide id: row} of a CSV (commas, semicolons or tabs, as its first line), and the name of its column of patients."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
+            # spreadsheets write semicolons where a comma is the decimal sign, and tabs
+            header = file.readline()
+            file.seek(0)
+            rows = list(csv.DictReader(file, delimiter=max(",;\t", key=header.count)))
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"--labels {path} cannot be read ({error}); expected a CSV file with the columns slide_id and label") from error
     if not rows or not {"slide_id", "label"} <= set(rows[0]):
