@@ -306,7 +306,7 @@ def make_case(name: str, device: torch.device, dtype: torch.dtype, *, is_small: 
 def small(pattern: Pattern | None) -> Pattern | None:
     """Returns a pattern for a few hundred positions, for a try on a CPU."""
     if isinstance(pattern, DilatedPattern):
-        lengths = [max(rate, w // 64) for w, rate in pattern.branches]
+        lengths = tuple(max(rate, w // 64) for w, rate in pattern.branches)
         return DilatedPattern(lengths, pattern.dilation_rates, pattern.head_offsets, tail=pattern.tail)
     if isinstance(pattern, TopBlocks):
         return TopBlocks(density=0.1, block_size=64)

@@ -84,7 +84,8 @@ def ours(
 
 def equal_pattern(case: Case) -> DilatedPattern:
     """Returns the branches with TorchScale's offsets and zero keys."""
-    return DilatedPattern(*zip(*case.branches.branches, strict=True), "blocked", tail="zero_keys")
+    branches = case.branches
+    return DilatedPattern(branches.segment_lengths, branches.dilation_rates, "blocked", tail="zero_keys")
 
 
 def _takes_no(case: Case, *able: str, cpu: bool = False) -> None:
@@ -137,7 +138,7 @@ def _flex(case: Case) -> Attend:
     torch._functorch.config.donated_buffer = False
     # shapes as constants: its fastest form
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    return lambda *qkv: compiled(*(x.transpose(1, 2) for x in qkv), block_mask=mask).transpose(1, 2)
+    return lambda q, k, v: compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask).transpose(1, 2)
 
 
 def _floor(backend: str, case: Case) -> Costs:
@@ -198,7 +199,7 @@ def contender(name: str, torchscale: str = "") -> Contender:
     kind, _, rest = name.partition(" ")
     if kind in ("ours", "attention"):
         fields = {"trains": False, "bound": 0.15} if rest == "fp8" else {}
-        named = {"deterministic": {"deterministic": True}, "fp8": {"precision": "fp8"}, "": {}}
+        named: dict[str, dict[str, Any]] = {"deterministic": {"deterministic": True}, "fp8": {"precision": "fp8"}, "": {}}
         return ours(name, *([lambda case: None] if kind == "attention" else []), fields=fields, **named.get(rest, {"backend": rest}))
     if kind == "floor":
         return Contender(name=name, make=functools.partial(_floor, rest or "auto"))

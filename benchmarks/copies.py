@@ -158,8 +158,9 @@ def backward(**given: Any) -> None:
         grads = dq, dk, dv
         placed(backend.backward(dout, q, k, v, out, lse, _options(given), grads=grads), grads)
         return
-    packed, grads = [x[None] for x in (dout, q, k, v, out, lse)], (dq[None], dk[None], dv[None])
-    placed(backend.backward(*packed, _options(given), _bounds(given), grads=grads), grads)
+    dout, q, k, v, out, lse = (x[None] for x in (dout, q, k, v, out, lse))
+    grads = dq[None], dk[None], dv[None]
+    placed(backend.backward(dout, q, k, v, out, lse, _options(given), _bounds(given), grads=grads), grads)
 
 
 FLASH_ATTN = {"_flash_attn_forward": forward, "_flash_attn_varlen_forward": forward}

@@ -149,7 +149,7 @@ def measure(family: Family, at: Callable[[int], Case], total: int, ranks: Ranks,
             try:
                 attend = one.make(case)
                 context = getattr(attend, "context", contextlib.nullcontext)
-                ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **who)
+                ranks.everywhere(lambda context=context: bool(stack.enter_context(context())), **who)  # type: ignore[misc]
                 checked = at(min(case.num_positions, _CHECKED))
                 answers = ranks.everywhere(functools.partial(_errors, one, checked, gradients="both" in family.passes), **who)
                 # NaN is the largest
