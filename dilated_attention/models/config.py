@@ -321,11 +321,6 @@ class LongNetConfig(ModelConfig):
         """The patterns of ``cycle``."""
         return tuple(one.pattern for one in self.cycle)
 
-    @property
-    def layer_positions(self) -> tuple[str, ...]:
-        """``positions`` of ``cycle``."""
-        return tuple(one.positions for one in self.cycle)
-
     def sum_over_layers(self, figures: Sequence[T]) -> T:
         """Returns the sum over all layers of a figure of each configuration in ``cycle``."""
         total: Any = sum(figure * len(range(i, self.num_layers, len(figures))) for i, figure in enumerate(figures))

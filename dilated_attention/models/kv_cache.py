@@ -93,7 +93,7 @@ class KVCache:
         patterns = config.patterns
         kinds = {pattern: row_keys(pattern, config.num_heads, heads, self.max_length, self.device) for pattern in set(patterns)}
         self.row_keys: list[RowKeys] = [kinds[pattern] for pattern in patterns]
-        self.rotates = [positions != "none" for positions in config.layer_positions]
+        self.rotates = [one.positions != "none" for one in config.cycle]
         self.lengths = [0] * self.num_requests
         self.active = [True] * self.num_requests
         self.positions = torch.zeros(self.num_requests, dtype=torch.int64, device=self.device)

@@ -2,7 +2,7 @@
 
 Its time is arithmetic at measured rates where they exist, and lower bounds of memory, links and launches.
 
-    GPU    Σ over branches of FLOPs / rate of the backend chosen for that branch's rows, divided by the share of it that the engine reaches
+    GPU    Σ over branches of FLOPs / rate of the call's backend at that branch's rows, divided by the share of it that the engine reaches
     tiles  a call that runs whole on tiles: the engine's own estimate (``engine/ops/prepare.py``)
     floor  least bytes / bandwidth
     host   the call and its launches, on the CPU of an H200 machine
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dilated_attention.backends import BackendUnavailable, rates
+from dilated_attention.backends import AttentionRequest, BackendUnavailable, rates
 from dilated_attention.engine.branches.problems import problems_of, whole_shape
 from dilated_attention.engine.ops import prepare
 from dilated_attention.models.summary import USABLE
@@ -55,7 +56,6 @@ _LATENCY = 40e-6
 _LINK_SHARE = 2 / 3
 # what a reader can do where no rate is known
 ESTIMATE_BY_HAND = "time a shorter one, and take the ratio of the FLOPs"
-Rate = tuple[str, float, str]
 
 
 def plan_attention(
@@ -190,24 +190,29 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     gpu, W, N, H, pattern, launches = (
         problem.machine, problem.world_size, problem.num_positions, problem.num_heads, problem.pattern, max(1, exchange.steps)
     )  # fmt: skip
-    # the pairs of one sequence in each part of the call, and the rate at which they are computed
+    # the pairs of one sequence in each part of the call, and the rows of its problems, by which its rate is looked up
     if isinstance(pattern, BlockPattern):
         counts = counts_of(problem)
         pairs: tuple[int, ...] = (counts.computed,)
-        rate_of_parts = [_rate_of(problem, max(1, counts.computed // (N * H)), backward, counts.mask_kind)]
+        rows, block_masks = [max(1, counts.computed // (N * H))], counts.mask_kind
     else:
-        pairs = pattern.branch_pairs(N, H, is_causal=problem.is_causal)
-        rate_of_parts = [_rate_of(problem, -(-min(w, N) // r), backward) for w, r in pattern.branches]
+        pairs, block_masks = pattern.branch_pairs(N, H, is_causal=problem.is_causal), "none"
+        rows = [-(-min(w, N) // r) for w, r in pattern.branches]
         launches = exchange.steps + len(
             problems_of(pattern, whole_shape(H, problem.num_kv_heads, problem.rows, problem.is_causal)).problems
         )
-    backends, rates_of_parts, sources = zip(*rate_of_parts, strict=True)
+    try:
+        # as in a call, the longest problems choose the backend of all
+        backend, request = problem.backend(backward=backward, length=max(rows), block_masks=block_masks)
+    except BackendUnavailable as error:
+        raise _NoRate(str(error).splitlines()[0]) from error
+    rates_of_parts, sources = zip(*(_rate_of(problem, backend, replace(request, length=length)) for length in rows), strict=True)
     flops = [(10 if backward else 4) * problem.head_dim * problem.batch_size * count for count in pairs]
     seconds = sum(each / rate for each, rate in zip(flops, rates_of_parts, strict=True))
     if len(flops) > 1:
         seconds /= _ENGINE_SHARE[problem.is_causal][backward]
-    if (on_tiles := _on_tiles(problem, backward)) is not None:
-        seconds, backends, launches, sources = on_tiles[0], (prepare.TILES,), 1, on_tiles[1:]
+    if (on_tiles := _on_tiles(problem, backend, request)) is not None:
+        seconds, backend, launches, sources = on_tiles[0], prepare.TILES, 1, on_tiles[1:]
     # the CPU's time for the call and its launches
     host = 0.0 if gpu.is_cpu else _CALL[backward] + _RECORDED * (problem.training and not backward) + launches * _LAUNCH[backward]
     links = exposed = 0.0
@@ -226,41 +231,39 @@ def _pass(problem: Problem, exchange: Exchange, least_bytes: int, backward: bool
     return Pass(
         arithmetic=seconds / W * ((2 * W - 1) / W if is_uneven else 1.0),
         memory=least_bytes / gpu.bandwidth if gpu.bandwidth else 0.0,
-        launches=host, links=links, exposed=exposed, backend=" and ".join(dict.fromkeys(backends)),
+        launches=host, links=links, exposed=exposed, backend=backend,
         rate=sum(flops) / seconds if seconds else 0.0, source="; ".join(dict.fromkeys(sources)),
     )  # fmt: skip
 
 
-def _on_tiles(problem: Problem, backward: bool) -> tuple[float, str] | None:
+def _on_tiles(problem: Problem, library: str, request: AttentionRequest) -> tuple[float, str] | None:
     """Returns (seconds, source) of a call that runs whole on tiles in place of a library, as short ones do; None for any other."""
-    pattern, gpu, N = problem.pattern, problem.machine, problem.num_positions
-    if problem.world_size > 1 or gpu.is_cpu or problem.window or not isinstance(pattern, DilatedPattern):
+    pattern = problem.pattern
+    if problem.world_size > 1 or problem.machine.is_cpu or problem.window or not isinstance(pattern, DilatedPattern):
         return None
-    longest = max(-(-min(w, N) // r) for w, r in pattern.branches)
-    library, request = problem.backend(backward=backward, length=longest)
-    shape, batch = whole_shape(problem.num_heads, problem.num_kv_heads, N, problem.is_causal), problem.batch_size
-    if not prepare.runs_on_tiles(pattern, shape, request, batch, library):
+    call = pattern, whole_shape(problem.num_heads, problem.num_kv_heads, problem.num_positions, problem.is_causal), request
+    if not prepare.runs_on_tiles(*call, problem.batch_size, library):
         return None
-    peak, measured = gpu.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype)
-    kernels_ms = prepare.tiles_ms(pattern, shape, request, batch) - prepare.TILES_CALL_MS
+    kernels_ms = prepare.tiles_ms(*call, problem.batch_size) - prepare.TILES_CALL_MS
+    scale, source = _scaled(problem, "the engine's estimate of a whole call on tiles, measured on an H200")
+    return kernels_ms * 1e-3 / scale, source
+
+
+def _scaled(problem: Problem, source: str) -> tuple[float, str]:
+    """Returns (the factor of rates of this source on the problem's machine, the source with it): of what was measured on an H200 the ratio
+    of the peaks."""
+    peak, measured = problem.machine.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype) if "H200" in source else None
     scale = peak / measured if peak and measured else 1.0
-    source = "the engine's estimate of a whole call on tiles, measured on an H200"
-    return kernels_ms * 1e-3 / scale, source + (f", times the ratio of peaks, {scale:.2f}" if scale != 1 else "")
+    return scale, source + (f", times the ratio of peaks, {scale:.2f}" if scale != 1 else "")
 
 
-def _rate_of(problem: Problem, length: int, backward: bool, block_masks: str = "none") -> Rate:
-    """Returns the FLOP/s of the backend chosen for problems of this many rows."""
+def _rate_of(problem: Problem, backend: str, request: AttentionRequest) -> tuple[float, str]:
+    """Returns (the FLOP/s of a backend for such a request, what they are based on)."""
     gpu, dtype, is_dense = problem.machine, str(problem.dtype).removeprefix("torch."), problem.computes != "block_sparse"
-    try:
-        backend, request = problem.backend(backward=backward, length=length, block_masks=block_masks)
-    except BackendUnavailable as error:
-        raise _NoRate(str(error).splitlines()[0]) from error
     peak, table, tflops = gpu.peak(dtype), rates.table_of(problem.hardware.architecture), rates.rate_of(backend, request)
     if table is not None and tflops is not None:
-        measured = GPUS["H200 SXM"].peak(dtype) if "H200" in table.device else None
-        scale = peak / measured if peak and measured else 1.0
-        source = f"the shipped table of {table.device}, {table.date}" + (f", times the ratio of peaks, {scale:.2f}" if scale != 1 else "")
-        return backend, tflops * 1e12 * scale * (_SUSTAINED if is_dense and not gpu.is_cpu else 1.0), source
+        scale, source = _scaled(problem, f"the shipped table of {table.device}, {table.date}")
+        return tflops * 1e12 * scale * (_SUSTAINED if is_dense and not gpu.is_cpu else 1.0), source
     if gpu.is_cpu:
         # tables of a CPU hold dense problems, of which dense and dilated calls consist
         what = "nothing was measured on this CPU for such a call" if is_dense else "rates of block-sparse calls on a CPU are not known"
@@ -270,4 +273,4 @@ def _rate_of(problem: Problem, length: int, backward: bool, block_masks: str = "
         reason = f"no peak rate of {gpu.name} in {dtype} is known, and nothing was measured on it"
         raise _NoRate(reason + (f"; known are {others}" if others else ""))
     share = _ASSUMED.get(backend, _ASSUMED_ELSE)
-    return backend, peak * share, f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, {peak / 1e12:,.0f} TFLOP/s"
+    return peak * share, f"assumed, not measured: {share:.0%} of the peak of {gpu.name}, {peak / 1e12:,.0f} TFLOP/s"
