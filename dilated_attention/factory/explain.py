@@ -216,7 +216,8 @@ def explain_backend(
         torch_deterministic=torch_deterministic,
         shapes_repeat=torch.backends.cudnn.benchmark,
         precision=precision,
-        length=as_int("length", length, minimum=0),
+        # as a call's, whose choice holds for all lengths that round to one
+        length=as_int("length", length, minimum=0) and prepare.rounded_length(length),
         blocks=None if block_size is None else checked_block_size(block_size),
         block_masks=block_masks,
         **softmax.features | {"bias": check_bool("bias", bias)},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dilated_attention.backends import AttentionRequest, Hardware, detect, registry
+from dilated_attention.engine.ops.prepare import rounded_length
 from dilated_attention.engine.ops.settings import DENSE, dense_form, pattern_of
 from dilated_attention.factory import EXAMPLES
 from dilated_attention.models.config import RING_KINDS
@@ -91,9 +92,10 @@ class Problem:
     def backend(self, *, backward: bool, length: int, block_masks: str = "none") -> tuple[str, AttentionRequest]:
         """Returns (name, request) of the backend that is chosen for problems of ``length`` rows. Of block lists, ``length`` is the mean
         number of keys of a row, and ``block_masks`` the kind of masks. Raises BackendUnavailable if no backend supports the request."""
+        # the length as a call's, whose choice holds for all that round to one
         request = AttentionRequest(
             hardware=self.hardware, dtype=self.dtype, head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            causal=self.is_causal, needs_grad=backward, length=length, window=bool(self.window),
+            causal=self.is_causal, needs_grad=backward, length=rounded_length(length), window=bool(self.window),
         )  # fmt: skip
         if isinstance(self.pattern, BlockPattern) and self.window is None:
             request = replace(request, blocks=(self.pattern.q_block, self.pattern.k_block), block_masks=block_masks)
