@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
     ).add_argument  # fmt: skip
     add("use_case", choices=list(planning.USE_CASES), metavar="use-case", help=", ".join(planning.USE_CASES))
     add("--length", type=size, required=True, help="positions of a sequence, tiles of a slide: 65536, 64k, 1M")
-    add("--gpu", help="H200, A100, …, with every kernel package installed; cpu; default: this machine")
+    add("--gpu", help="H200, A100, …, with flash-attn-4 and triton; cpu; default: this machine")
     add("--memory", type=gib, metavar="GIB", help="of each device; default: what it has")
     add("--parameters", type=_parameters, help="of the model: 125M, 7B; default: one layer, for decoding llama-1b")
     add("--heads", type=size, help="query heads; default: as usual for this number of parameters")

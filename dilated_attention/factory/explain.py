@@ -217,7 +217,7 @@ def explain_backend(
         shapes_repeat=torch.backends.cudnn.benchmark,
         precision=precision,
         # as a call's, whose choice holds for all lengths that round to one
-        length=as_int("length", length, minimum=0) and prepare.rounded_length(length),
+        length=(rows := as_int("length", length, minimum=0)) and prepare.rounded_length(rows),
         blocks=None if block_size is None else checked_block_size(block_size),
         block_masks=block_masks,
         **softmax.features | {"bias": check_bool("bias", bias)},

@@ -97,7 +97,7 @@ def recommend(
     Args:
         use_case: a key of ``USE_CASES``.
         length: N, positions of a sequence; for ``"torchscale"`` tiles of a slide, for ``"serving"`` positions of a request.
-        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), assumed to have every kernel package installed; ``"cpu"``; None: this
+        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), with flash-attn-4 and triton installed; ``"cpu"``; None: this
             machine.
         memory: GiB of each device, instead of its actual memory.
         parameters: of the model; None: one attention layer, or for decoding the preset ``llama-1b``.
@@ -445,7 +445,7 @@ def _of_attention(draft: Any, backends: Explanation) -> Iterator[Setting]:
     else:
         basis = " · ".join(dict.fromkeys(filter(None, (backends.forward_basis, backends.backward_basis))))
         chosen = f"forward {backends.forward}" + (f", backward {backends.backward}" if draft.training else "")
-        packages = "" if draft.here else " with every kernel package installed"
+        packages = "" if draft.here else " with flash-attn-4 and triton"
         yield Setting("backend", chosen, f'what backend="auto" chooses{packages}: {basis}')
     name = str(draft.dtype).removeprefix("torch.")
     why = {"bfloat16": "the range of float32 at half the bytes", "float16": "the GPU has no bfloat16; train with torch.amp.GradScaler"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern
+from dilated_attention import DilatedPattern, explain_backend, plan_attention
 from dilated_attention.backends import AttentionRequest, Hardware, rates, registry
 from dilated_attention.engine.branches.problems import Shape
 from dilated_attention.engine.ops import prepare
@@ -16,6 +17,7 @@ from dilated_attention.engine.ops.prepare import packed_library, runs_on_tiles
 from dilated_attention.engine.ops.settings import DENSE
 from dilated_attention.factory import EXAMPLES
 from dilated_attention.pattern import LocalWindow
+from dilated_attention.planning.gpus import find_gpu
 from tests.helpers.op_settings import settings as settings_of_call
 
 LONGNET = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
@@ -185,3 +187,22 @@ def test_times_of_a_part_of_the_queries_are_those_of_their_pairs(window: Any, fi
     dense, shape = DilatedPattern((2**40,), (1,), "zero"), Shape(12, 12, (first, first + 34), (0, 96), ((0, 96),), is_causal, window)
     mask = LocalWindow(window or (None, None)).dense_mask(34, 96, 12, is_causal=is_causal, query_offset=first)
     assert prepare._pairs(dense, shape) == mask.sum()
+
+
+@pytest.mark.parametrize("gpu", ["H200 SXM", "RTX 4090", "T4"])
+def test_an_explanation_and_a_plan_name_what_a_call_runs_on(gpu: str) -> None:
+    """At lengths that are no power of two, where a choice by the exact length differs from one by the rounded."""
+    # plans are for a machine with these packages
+    hardware = machine("flash-attn-4", hardware=replace(EXAMPLES["hopper"], capability=find_gpu(gpu).capability))
+    patterns = (DilatedPattern((700, 3000), (1, 2)), LONGNET)
+    sizes = itertools.product((1500, 7000, 50_000), patterns, (torch.float32, torch.float16), (48, 64, 128), (False, True))
+    for n, pattern, dtype, head_dim, causal in sizes:
+        shape = {"num_positions": n, "num_heads": 8, "head_dim": head_dim, "dtype": dtype, "is_causal": causal}
+        told = explain_backend(pattern=pattern, hardware=hardware, **shape)
+        branches = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+        planned = plan_attention("dilated", gpu=gpu, find_longest=False, **branches, **shape)
+        q = torch.empty(1, n, 8, head_dim, dtype=dtype, device="meta")
+        call = settings_of_call(branches=(pattern.segment_lengths, pattern.dilation_rates, *DENSE[2:]), is_causal=causal, needs_grad=True)
+        for is_backward, chosen, of_plan in zip((False, True), (told.forward, told.backward), planned.passes, strict=True):
+            plan = prepare.make_plan(call, (q,) * (5 if is_backward else 3), is_backward, pattern=pattern, hardware=hardware)
+            assert chosen == of_plan.backend == plan.backend.name, (n, pattern, dtype, head_dim, causal, is_backward)
