@@ -39,7 +39,7 @@ from benchmarks.timing import NEW, WARM, Call, Refused, attempt, captured, host_
 from benchmarks.truth import wrong
 from dilated_attention.backends import AttentionRequest, detect, registry
 from dilated_attention.distributed import Layout, shard_sequence, unshard_sequence
-from dilated_attention.distributed.sharding.layout import local_length
+from dilated_attention.distributed.sharding.layout import layout_name, local_lengths
 from dilated_attention.parsing import size
 from dilated_attention.pattern import DilatedPattern, LocalWindow, RandomBlocks, with_sparsity
 
@@ -282,7 +282,7 @@ class OnShards:
 
     def local(self, case: Case) -> Case:
         """Returns the part of the case that this process holds."""
-        return replace(case, num_positions=local_length(case.num_positions, self.ranks.rank, self.ranks.size, self.layout))
+        return replace(case, num_positions=local_lengths(case.num_positions, self.ranks.size, layout_name(self.layout))[self.ranks.rank])
 
     def whole(self, *x: torch.Tensor) -> torch.Tensor:
         """Attends on whole tensors, which are equal on all processes."""

@@ -6,6 +6,7 @@ time in the recomputation."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -32,7 +33,7 @@ from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.definition import define_attention
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
 from dilated_attention.engine.ops.resolve import CallInputs, MaybeTensor, Outputs, ResolvedCall, positions_as_places, record_of
-from dilated_attention.engine.ops.settings import CallSettings, as_dense
+from dilated_attention.engine.ops.settings import as_dense
 from dilated_attention.pattern import DilatedPattern, pattern_from_spec
 from dilated_attention.pattern.blocks.base import redefined_classes
 
@@ -175,13 +176,7 @@ class RingPass:
         return tuple(x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), self.tensors, strict=True))
 
 
-def resolve_ring(q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedRing:
-    # a record would keep the function or tensor of such a pattern alive
-    if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).is_bound_to_process:
-        return ResolvedRing(settings, q.device.type, alive=pattern)
-    return record_of(ResolvedRing, q, k, padding, settings)
-
-
+resolve_ring = functools.partial(record_of, ResolvedRing)
 # what to use for second derivatives and forward mode
 _ALTERNATIVES = {
     "ring_attention": "dilated_attention.engine.reference.reference_attention on one process, which is plain autograd",
@@ -390,14 +385,13 @@ def make_setup(of: RingPass) -> RingSetup:
         kind, sizes = "dense" if is_dense else "dilated" if blocks is None else "blocks", (B, D, k.element_size())
         memory = device_memory(device)
         steps_of_heads = steps_of(kind, problem, sizes, memory, needs_grad=settings.needs_grad, forced=ring.head_steps)
-    # whether all key/value heads need the same rows; dropout differs between heads
-    same_rows = problem.needed(own_index).heads == 1 and (blocks is None or problem.kept.kept.shape[1] == 1) and not settings.dropout_p
     # 3. what each step brings, and what is computed with it
     steps = list[Step]()
     for index, heads in enumerate(steps_of_heads):
         what = f"heads {index + 1} of {len(steps_of_heads)}"
-        # the same rows of as many other heads share all that the first step has, and their parts even the plans
-        is_alike = index > 0 and same_rows and heads[1] - heads[0] == steps[0].num_kv_heads
+        # the same rows of as many other heads share all that the first step has, and their parts even the plans; dropout differs between
+        # heads
+        is_alike = index > 0 and problem.same_rows and not settings.dropout_p and heads[1] - heads[0] == steps[0].num_kv_heads
         steps.append(replace(steps[0], what=what, kv_heads=heads) if is_alike else make_step(problem, own_index, heads, span, what, device))
     exchanges = any(problem.needed(rank, step.kv_heads).pieces for step in steps for rank in range(problem.size))
 

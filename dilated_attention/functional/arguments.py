@@ -5,6 +5,7 @@ A call like an earlier one is recognized by its arguments. Only what the record 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,11 +68,12 @@ def attend(
     has_masks = padding is not None or cu_seqlens is not None or sinks is not None or bias is not None
     eager = is_eager([q, k, v, *[x for x in (padding, cu_seqlens, sinks) if x is not None], *bias_inputs] if has_masks else [q, k, v])
     if eager:
-        options_key = _options_key(given, fixed)
+        # a resolved call serves all lengths and batch sizes; N, which follows from that of a ring, is checked below
+        has_length = op is not None and given.get("seq_len") is not None
+        options_key = _options_key({**given, "seq_len": 0} if has_length else given, fixed)
         # not for a pattern that holds a function or a tensor, which the remembered call would keep alive
         if options_key is not None and (blocks is None or not blocks.is_bound_to_process):
-            # in one process a resolved call serves all lengths and batch sizes
-            sizes = (q.shape[2:], k.shape[2:], v.shape[2:]) if op is None else (q.shape, k.shape, v.shape)
+            sizes = q.shape[2:], k.shape[2:], v.shape[2:]
             kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, padding is None, sinks is None, getattr(bias, "kind", "")
             with_grad = needs_grad(q, k, v, sinks, *bias_inputs) if resolves is None else resolves
             key = function, branches, blocks, group, window, options_key, sizes, kinds, with_grad
@@ -88,8 +90,14 @@ def attend(
                 remember(key, q.dtype, resolved)
     else:
         settings = resolved.settings
-        if q.shape[0] != k.shape[0] or k.shape != v.shape or settings.query_offset + q.shape[1] > k.shape[1]:
+        if q.shape[0] != k.shape[0] or k.shape != v.shape:
             check.check_tensors(q, k, v)
+        if op is not None:
+            length = checked_length(q, k, given.get("seq_len"))
+            if length != settings.seq_len:
+                settings = settings._replace(seq_len=length)
+                resolved = replace(resolved, settings=settings)
+        elif settings.query_offset + q.shape[1] > k.shape[1]:
             check.check_query_offset(settings.query_offset, q.shape[1], k.shape[1])
         if blocks is not None:
             blocks.check_batch(q.shape[0])
@@ -230,13 +238,18 @@ def checked_sharding(q: torch.Tensor, k: torch.Tensor, options: Options, blocks:
     steps = 0 if options.head_steps is None else as_int("head_steps", options.head_steps, minimum=1)
     lse_grad = options.return_lse and options.mixture_grad == "exact"
     sharding = options.group, options.layout, exchange, check.check_timeout(options.timeout), lse_grad, steps
-    seq_len = -1 if options.seq_len is None else as_int("seq_len", options.seq_len, minimum=0)
     if exchange == "all_to_all":
         reason = why_no_heads(q.shape[2], k.shape[2], place_in(options.group)[1], options.branch_heads)
         if reason is not None:
             raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
+    return sharding, checked_length(q, k, options.seq_len)
+
+
+def checked_length(q: torch.Tensor, k: torch.Tensor, seq_len: Any) -> int:
+    """Returns ``seq_len`` of a sharded call's ``CallSettings``."""
+    length = -1 if seq_len is None else as_int("seq_len", seq_len, minimum=0)
     check.check_rows(q, k)
-    return sharding, seq_len
+    return length
 
 
 def check_ring_blocks(pattern: BlockPattern, layout: Any) -> None:

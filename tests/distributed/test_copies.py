@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from dilated_attention.distributed.exchange import copies_triton
+from dilated_attention.distributed.exchange import copies_triton, plan
 from dilated_attention.distributed.exchange import run as copies_torch
 from dilated_attention.distributed.exchange.plan import RingProblem, Step, key_span, make_step
 from dilated_attention.pattern import DilatedPattern
@@ -81,3 +81,21 @@ def test_what_compiles_ahead_is_what_the_copies_launch(seed: int, monkeypatch: p
     copies_triton.copy((to, to), (grads, grads), step.own_places, step, (sent.flatten(1), step.returned))
     copies_triton.copy(views(came), (grads, grads), step.place.numbers, step)
     assert set(step.made) == launches != set()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_lines_are_numbered_as_many_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = random_step(seed)[0]
+    monkeypatch.setattr(plan, "_FEW_LINES", 0)
+    other = random_step(seed)[0]
+    assert torch.equal(one.sources, other.sources) and torch.equal(one.send.numbers, other.send.numbers)
+    assert torch.equal(one.place.numbers, other.place.numbers) and one.send.numbers.dtype is torch.int64
+
+
+def test_heads_that_need_the_same_rows_share_what_is_needed() -> None:
+    alike, cyclic = (
+        RingProblem(DilatedPattern((48,), (2,), offsets), ((0, 48),), (((0, 24),), ((24, 48),)), 4, 2, False)
+        for offsets in ("zero", "cyclic")
+    )
+    assert alike.same_rows and alike.needed(0, (0, 1)) is alike.needed(0, (1, 2)) is alike.needed(0)
+    assert not cyclic.same_rows and cyclic.needed(0, (0, 1)) is not cyclic.needed(0)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dilated_attention import (
     Alibi,
     DilatedPattern,
+    attention,
     ring_attention,
     ring_block_sparse_attention,
     ring_block_sparse_dilated_attention,
@@ -23,6 +24,7 @@ from dilated_attention import (
 from dilated_attention.distributed import LAYOUTS
 from dilated_attention.distributed.comm import call_consistency
 from dilated_attention.distributed.comm.session import RingError
+from dilated_attention.functional import arguments as functional_arguments
 from dilated_attention.pattern import LocalWindow, MaskFunction
 from dilated_attention.testing.cases import scattered
 from tests.distributed.test_ring import check
@@ -238,3 +240,20 @@ def test_nothing_is_attended_to_as_on_one_process(batch: int, length: int, world
         {"pattern": blocks, "layout": "zigzag", "is_causal": True},
     ]
     check(pool_of(world), [spread_of(n=length, batch=batch, padding=padding, **way) for way in ways for padding in ("none", "some")])
+
+
+def test_of_a_known_call_only_the_length_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, checked = [], functional_arguments.checked_settings
+    monkeypatch.setattr(functional_arguments, "checked_settings", lambda *given, **more: made.append(given) or checked(*given, **more))
+    q = torch.randn(2, 12, 3, 8)
+    for n in (8, 9, 12, 8):
+        x = q[:, :n]
+        assert torch.equal(ring_attention(x, x, x, seq_len=n, scale=0.1234), attention(x, x, x, scale=0.1234))
+    # one of each function
+    assert len(made) == 2
+    for rows, seq_len, error in ((8, -1, "seq_len is -1"), (8, 8.0, "seq_len is 8.0"), (8, True, "seq_len is True"), (8, 9, "ranks hold")):
+        with pytest.raises((TypeError, ValueError), match=error):
+            ring_attention(q[:, :rows], q[:, :rows], q[:, :rows], seq_len=seq_len, scale=0.1234)
+    for rows in (7, 9):
+        with pytest.raises(ValueError, match=f"q has {rows} rows and k has 8"):
+            ring_attention(q[:, :rows], q[:, :8], q[:, :8], seq_len=8, scale=0.1234)

@@ -11,7 +11,7 @@ import torch
 from dilated_attention.backends import registry
 from dilated_attention.distributed.comm.group import Members
 from dilated_attention.distributed.comm.session import differences, first_line, session_of
-from dilated_attention.distributed.sharding.layout import is_dealt, local_length, short_name
+from dilated_attention.distributed.sharding.layout import ShardSpec, is_dealt, local_lengths, short_name, spans_of
 from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.pattern import MAX_LENGTH, BlockPattern, pattern_from_spec
 
@@ -125,7 +125,7 @@ def agreed_call(
             arguments["cu_seqlens"] = f"{list(bounds[:24])}{more}"
         if known is None or asks:
             seq_len = checked_length(ring.layout, seq_len, agree(members, arguments, n, ring.timeout))
-        elif n != (expected := local_length(seq_len, members.rank, members.size, ring.layout)):
+        elif n != (expected := ShardSpec(spans_of(seq_len, members.rank, members.size, ring.layout), (0, H)).rows):
             raise ValueError(
                 f"rank {members.rank} holds {n} positions; of a {short_name(ring.layout)} sequence of {seq_len} it has {expected}: "
                 "cut it by shard_sequence with the same layout and seq_len"
@@ -207,7 +207,7 @@ def _arguments(q: torch.Tensor, k: torch.Tensor, padding: torch.Tensor | None, s
 def checked_length(layout: str, seq_len: int, rows: list[int]) -> int:
     """Returns N, where it is negative the sum of all ranks' rows; ValueError if these are no shards of a sequence in the layout."""
     seq_len = seq_len if seq_len >= 0 else sum(rows)
-    expected = [local_length(seq_len, rank, len(rows), layout) for rank in range(len(rows))]
+    expected = local_lengths(seq_len, len(rows), layout)
     if rows != expected:
         raise ValueError(
             f"the group's ranks hold {rows} positions; a {short_name(layout)} sequence of {seq_len} has {expected}: "

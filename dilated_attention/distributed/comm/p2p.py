@@ -5,6 +5,7 @@ On NCCL an exchange is one launch; a thread of the session (``session.py``) watc
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import itertools
@@ -276,26 +277,18 @@ def shared_rows(here: ShardSpec, there: ShardSpec) -> tuple[tuple[Index, Index],
     for span in itertools.starmap(range, here.spans):
         other_row = 0
         for other in itertools.starmap(range, there.spans):
-            if positions := _common(span, other):
-                mine, others = _rows(positions, span, row), _rows(positions, other, other_row)
-                shared.append(((slice(None), mine, heads), (slice(None), others, others_heads)))
+            # the positions in both: their steps are equal, or one of them is 1
+            fine, coarse = sorted((span, other), key=lambda x: x.step)
+            both = coarse[bisect.bisect_left(coarse, fine.start) : bisect.bisect_left(coarse, fine.stop)]
+            if both and both[0] in fine:
+                rows = [
+                    slice(first + of.index(both[0]), first + of.index(both[-1]) + 1, both.step // of.step)
+                    for of, first in ((span, row), (other, other_row))
+                ]
+                shared.append(((slice(None), rows[0], heads), (slice(None), rows[1], others_heads)))
             other_row += len(other)
         row += len(span)
     return tuple(shared)
-
-
-def _common(a: range, b: range) -> range:
-    """Returns the positions in both ranges. Their steps are equal, or one of them is 1."""
-    if a.step == b.step and (a.start - b.start) % a.step:
-        return range(0)
-    low, coarse = max(a.start, b.start), max(a, b, key=lambda x: x.step)
-    return range(low + (coarse.start - low) % coarse.step, min(a.stop, b.stop), coarse.step)
-
-
-def _rows(positions: range, span: range, row: int) -> slice:
-    """Returns the rows of some of a span's positions, of which the first is in row ``row``."""
-    first, step = row + span.index(positions.start), positions.step // span.step
-    return slice(first, first + len(positions) * step, step)
 
 
 def reshard(

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -87,9 +87,16 @@ class RingProblem:
             pairs = min(pairs, (sum(self.window) + 1) * self.num_heads * self.seq_len / self.size)  # type: ignore[arg-type]
         return pairs
 
+    @functools.cached_property
+    def same_rows(self) -> bool:
+        """Whether all key/value heads need the same rows."""
+        return (self.blocks is None or self.kept.kept.shape[1] == 1) and (
+            self.pattern is None or _taken(self.pattern, self.num_heads, self.num_kv_heads, (0, self.num_kv_heads))[0] == 1
+        )
+
     def needed(self, rank: int, kv_heads: Range | None = None) -> Needed:
         """Returns the keys of other ranks that a rank needs, for key/value heads [first, last) or all of them."""
-        kv_heads, shard = kv_heads or (0, self.num_kv_heads), self.shards[rank]
+        kv_heads, shard = (0, self.num_kv_heads) if kv_heads is None or self.same_rows else kv_heads, self.shards[rank]
         if (found := self._needed.get((rank, kv_heads))) is None:
             wanted, heads = [Wanted(*run, b"") for run in shard], 1
             if self.pattern is not None:
@@ -156,7 +163,7 @@ class Piece(NamedTuple):
     def before(self, position: int, heads: int) -> int:
         """Returns how many (row, head) are needed before a position, which is not before ``low``."""
         periods, offset = divmod(position - self.low, self.period)
-        return periods * len(self.units) + int(np.searchsorted(self.units, offset * heads))
+        return periods * len(self.units) + bisect.bisect_left(self.units, offset * heads)
 
 
 class Lines(NamedTuple):
@@ -176,28 +183,23 @@ class Needed(NamedTuple):
     heads: int
     pieces: tuple[Piece, ...]
 
-    def between(self, runs: Sequence[Range]) -> Iterator[tuple[int, Piece, int, int]]:
-        """Yields (index of the run, piece, low, high) of what is needed of ascending runs of positions."""
-        i = j = 0
-        while i < len(self.pieces) and j < len(runs):
-            piece, (start, end) = self.pieces[i], runs[j]
-            if (low := max(piece.low, start)) < (high := min(piece.high, end)):
-                yield j, piece, low, high
-            if piece.high <= end:
-                i += 1
-            else:
-                j += 1
-
-    def lines(self, runs: Sequence[Range], places: Sequence[int]) -> Iterator[Lines]:
-        """Yields the numbers row · heads + head of what is needed of the runs, of which each begins at its row of ``places``."""
-        for j, piece, low, high in self.between(runs):
-            skipped = piece.before(low, self.heads)
-            first = (piece.low + places[j] - runs[j][0]) * self.heads
-            yield Lines(piece.before(high, self.heads) - skipped, skipped, first, piece.period * self.heads, piece.units)
+    def lines(self, runs: Sequence[Range], places: Iterable[int]) -> Iterator[Lines]:
+        """Yields the numbers row · heads + head of what is needed of ascending runs of positions, of which each begins at its row of
+        ``places``."""
+        pieces = iter(self.pieces)
+        piece = next(pieces, None)
+        for (start, end), place in zip(runs, places, strict=False):
+            while piece is not None and piece.low < end:
+                if (low := max(piece.low, start)) < (high := min(piece.high, end)):
+                    skipped, first = piece.before(low, self.heads), (piece.low + place - start) * self.heads
+                    yield Lines(piece.before(high, self.heads) - skipped, skipped, first, piece.period * self.heads, piece.units)
+                if piece.high > end:
+                    break
+                piece = next(pieces, None)
 
     def count(self, runs: Sequence[Range]) -> int:
         """Returns the number of (row, head) needed of the runs; of rows where all heads have the same."""
-        return sum(x.before(high, self.heads) - x.before(low, self.heads) for _, x, low, high in self.between(runs))
+        return sum(lines.total for lines in self.lines(runs, itertools.repeat(0)))
 
 
 class Wanted(NamedTuple):
@@ -214,6 +216,8 @@ class Wanted(NamedTuple):
     first: int = 0
 
 
+# the most ``Lines`` that are made by a launch each
+_FEW_LINES = 8
 # a set of rates whose pattern repeats after more (position, head) than this is taken to need all rows
 _LONGEST_PERIOD = 2**24
 
@@ -350,8 +354,11 @@ def on_device(tables: Sequence[np.ndarray], device: torch.device) -> tuple[Tenso
 
 def numbers_of(lines: Sequence[Lines], device: torch.device) -> Tensor:
     """Returns all line numbers one after the other. A device computes them, since there are millions of them in a long sequence."""
-    if not lines:
-        return torch.zeros(0, dtype=torch.int64, device=device)
+    if len(lines) <= _FEW_LINES and all(len(some.units) == 1 for some in lines):
+        # as of dense attention: no table has to be copied
+        starts = [(some.first + some.skipped * some.step + int(some.units[0]), some) for some in lines]
+        runs = [torch.arange(start, start + some.total * some.step, some.step, device=device) for start, some in starts]
+        return torch.cat(runs or [torch.arange(0, device=device)])
     # several pieces may have the same units
     units = {id(some.units): some.units for some in lines}
     places = dict(zip(units, itertools.accumulate(map(len, units.values()), initial=0), strict=False))

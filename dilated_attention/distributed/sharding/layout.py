@@ -130,7 +130,11 @@ class ShardSpec(NamedTuple):
 
 def spans(seq_len: int, rank: int, size: int, layout: str | Layout) -> tuple[Span, ...]:
     """Returns (start, stop, step) of the positions of one rank, in the order in which it holds them."""
-    layout = layout_name(layout)
+    return spans_of(seq_len, rank, size, layout_name(layout))
+
+
+def spans_of(seq_len: int, rank: int, size: int, layout: str) -> tuple[Span, ...]:
+    """Same as ``spans``, of a layout's name, which is not checked again."""
     if is_dealt(layout):
         # a rank without runs gets an empty one
         return tuple((start, stop, 1) for start, stop in runs_of(layout, seq_len, size)[rank]) or ((0, 0, 1),)
@@ -158,11 +162,12 @@ def shards_of(seq_len: int, size: int, layout: str, *, is_causal: bool) -> tuple
     into another layout first."""
     layout = ("zigzag" if is_causal else "contiguous") if layout == "striped" else layout
     # adjacent ranges become one
-    return tuple(joined((start, stop) for start, stop, _ in spans(seq_len, rank, size, layout)) for rank in range(size))
+    return tuple(joined((start, stop) for start, stop, _ in spans_of(seq_len, rank, size, layout)) for rank in range(size))
 
 
-def local_length(seq_len: int, rank: int, size: int, layout: str | Layout) -> int:
-    return sum(len(range(*span)) for span in spans(seq_len, rank, size, layout))
+def local_lengths(seq_len: int, size: int, layout: str) -> list[int]:
+    """Returns how many positions each rank holds."""
+    return [ShardSpec(spans_of(seq_len, rank, size, layout), (0, 1)).rows for rank in range(size)]
 
 
 def local_positions(
@@ -242,7 +247,7 @@ def unshard_sequence(
     totals = list[int]()
     for index, found in enumerate(map(list, zip(*lengths, strict=True))):
         totals.append(sum(found) if seq_len is None else seq_len)
-        expected = [local_length(totals[-1], rank, members.size, layout) for rank in range(members.size)]
+        expected = local_lengths(totals[-1], members.size, layout)
         if found != expected:
             raise ValueError(
                 f"buffers[{index}] has {found} positions on the group's ranks; a {short_name(layout)} sequence of {totals[-1]} has "
@@ -264,8 +269,7 @@ class _Moved(torch.autograd.Function):
             total = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=members.group)
             return _cut(total, dim, spans(seq_len, members.rank, members.size, layout))
-        most = max(local_length(seq_len, rank, members.size, layout) for rank in range(members.size))
-        moved = x.movedim(dim, 0)
+        most, moved = max(local_lengths(seq_len, members.size, layout)), x.movedim(dim, 0)
         # bool is sent as bytes, because not every communication library supports it
         is_bool = x.dtype is torch.bool
         mine = moved.new_zeros((most, *moved.shape[1:]), dtype=torch.uint8 if is_bool else x.dtype)

@@ -28,6 +28,7 @@ from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_li
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
 from dilated_attention.engine.plan import Plan
+from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.base import redefined_classes
 
 MaybeTensor = Tensor | None
@@ -332,10 +333,12 @@ def _now(key: Hashable, dtype: torch.dtype) -> Hashable:
 
 
 def record_of(kind: type[Self], q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> Self:
-    """Returns the record of calls like this one, which is made for the first of them."""
-    # in one process a record serves calls of all lengths and batch sizes
-    sizes = (q.shape, k.shape) if settings.sharding else (q.shape[2:], k.shape[2:])
-    key = (kind, settings, sizes, q.dtype, q.device, padding is None)
+    """Returns the record of calls like this one, which is made for the first of them and serves all lengths and batch sizes."""
+    # a pattern that holds a function or a tensor gets a record for this call alone, which keeps it alive until after the backward; a
+    # remembered record would forever
+    if settings.blocks and (pattern := pattern_from_spec(settings.blocks)).is_bound_to_process:
+        return kind(settings, q.device.type, alive=pattern)
+    key = (kind, settings, q.shape[2:], k.shape[2:], q.dtype, q.device, padding is None)
     found = find(key, q.dtype)
     if found is None:
         found = kind(settings, q.device.type)

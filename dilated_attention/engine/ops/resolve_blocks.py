@@ -361,13 +361,7 @@ def resolve_blocks(q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSet
     settings = as_dense(settings, q)
     if not settings.blocks:
         return resolve(q, k, padding, settings)
-    kind: type[ResolvedCall] = ResolvedBlocks if settings.branches is None else ResolvedUnion
-    pattern = pattern_from_spec(settings.blocks)
-    # a pattern that holds a function or a tensor gets a record for this call alone, which keeps it alive until after the backward; a
-    # remembered record would forever
-    if pattern.is_bound_to_process:
-        return kind(settings, q.device.type, alive=pattern)
-    return record_of(kind, q, k, padding, settings)
+    return record_of(ResolvedBlocks if settings.branches is None else ResolvedUnion, q, k, padding, settings)
 
 
 def as_new(x: Tensor) -> Tensor:
