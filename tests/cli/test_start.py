@@ -4,6 +4,7 @@ a terminal's width and its encoding and is the same text everywhere."""
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import signal
@@ -108,11 +109,19 @@ def test_columns_sets_the_width_everywhere(capsys: pytest.CaptureFixture[str], m
         assert line is not recommend or found.splitlines()[-1] == whole.splitlines()[-1]
 
 
-def test_what_ascii_lacks_becomes_a_question_mark() -> None:
-    text = printed(*SHOW, PYTHONIOENCODING="ascii")
-    assert text == printed(*SHOW).encode("ascii", "replace").decode() and "?" in text
-    result = python("-m", "dilated_attention", "show", "dilated", "--length", "4x", PYTHONIOENCODING="ascii")
-    assert result.returncode == 2 and result.stderr.isascii() and "Traceback" not in result.stderr
+def test_what_ascii_lacks_becomes_a_question_mark(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(list(SHOW)) == 0
+    plain, streams = capsys.readouterr().out, {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert main(list(SHOW)) == 0
+    with pytest.raises(SystemExit) as end:
+        main(["show", "dilated", "--length", "4×"])
+    for stream in streams.values():
+        stream.seek(0)
+    out, error = (stream.read() for stream in streams.values())
+    assert out == plain.encode("ascii", "replace").decode() and "?" in out
+    assert end.value.code == 2 and "'4?'" in error
 
 
 def test_json_has_escapes(capsys: pytest.CaptureFixture[str]) -> None:

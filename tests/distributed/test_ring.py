@@ -52,7 +52,7 @@ from tests.helpers.ring_cases import (
 )
 
 # random calls of each world. Five are slow on two cores
-CASES = {1: 25, 2: 175, 3: 150, 4: 100, 5: 25}
+CASES = {1: 25, 2: 125, 3: 100, 4: 50, 5: 25}
 BATCH = 25
 
 

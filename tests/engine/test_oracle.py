@@ -315,7 +315,7 @@ def test_parts_merge_in_float32() -> None:
 # --- low precision ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seed", "blocks"), [*((seed, False) for seed in range(0, 300, 25)), (300, True), (325, True)])
+@pytest.mark.parametrize(("seed", "blocks"), [*((seed, False) for seed in range(0, 300, 50)), (300, True)])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_low_precision_keeps_to_twice_the_error_of_plain_softmax(backend: str, seed: int, blocks: bool) -> None:
     space = Space.of_backend(backend, blocks=blocks, max_length=300 if blocks else 70)
@@ -364,7 +364,8 @@ def test_check_backend_sees_a_fault(monkeypatch: pytest.MonkeyPatch, fault: str,
     monkeypatch.setattr(registry, "_backends", {**registry._backends, "broken": _Broken(fault)})
     monkeypatch.setattr(registry, "cached", {})
     if fault == "none":
-        assert check_backend("broken", device="cpu", dtypes=[dtype], cases=40).cases == 40
+        # of which every kind is one, also those of many rows
+        assert check_backend("broken", device="cpu", dtypes=[dtype], cases=25).cases == 25
     elif fault in ("piece", *_RARE):
         with pytest.raises(AssertionError, match=r"E\((out|d)"):
             check_backend("broken", device="cpu", dtypes=[dtype], cases=10)

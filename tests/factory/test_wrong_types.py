@@ -9,12 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from dilated_attention import DilatedPattern, create_attention, create_model, explain_backend, plan_attention, profile_memory
+from dilated_attention import (
+    DilatedPattern,
+    attention_map,
+    create_attention,
+    create_model,
+    dilated_attention,
+    explain_backend,
+    plan_attention,
+    profile_memory,
+)
 from dilated_attention.integrations.huggingface import register, shard_inputs
 from dilated_attention.models import (
     Block,
     FeedForward,
     KVCache,
+    LongNetConfig,
     LongNetDecoder,
     LongNetEncoder,
     Sampling,
@@ -23,9 +33,13 @@ from dilated_attention.models import (
     generate_stream,
     other_strand,
 )
-from dilated_attention.pattern import LocalWindow, TopBlocks, pattern_from_spec
+from dilated_attention.pattern import Document, LocalWindow, TopBlocks, pattern_from_spec
 
-VECTOR, ARRAY = torch.tensor([8, 16]), np.array([8, 16])
+VECTOR, ARRAY, META = torch.tensor([8, 16]), np.array([8, 16]), torch.tensor([8, 16], device="meta")
+SPARSE, Q = VECTOR.to_sparse(), torch.zeros(1, 8, 2, 4)
+# of which == gives no bool
+MANY = (VECTOR, ARRAY, SPARSE, META)
+DENSE: dict[str, Any] = {"embed_dim": 8, "num_layers": 1, "num_heads": 2, "attention": "dense"}
 SMALL: dict[str, Any] = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "device": "cpu"}
 LAYER: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "pattern": LocalWindow(8)}
 PLAN: dict[str, Any] = {"num_positions": 64, "num_heads": 4, "head_dim": 16, "gpu": "H200"}
@@ -39,7 +53,17 @@ CALLS: list[tuple[str, Any, dict[str, Any]]] = [
         lambda **given: create_attention("multihead_block_sparse", **LAYER, **given),
     )),
     *((name, lambda **given: create_attention("block_sparse", pattern=LocalWindow(8), **given), {name: wrong})
-      for name in ("seed", "block_size", "sparsity") for wrong in (VECTOR, ARRAY)),
+      for name in ("seed", "block_size", "sparsity") for wrong in MANY),
+    # where it has no effect
+    *(("tail", call, {"tail": wrong}) for wrong in MANY for call in (
+        lambda **given: attention_map(Q, Q, query_rows=[0], pattern=LocalWindow(4), **given),
+        lambda **given: LongNetConfig(**DENSE, **given),
+    )),
+    *(("segment_lengths", LongNetConfig, DENSE | {"segment_lengths": wrong}) for wrong in (None, 3, {}, "x")),
+    *((name, call, {name: wrong}) for wrong in (SPARSE, META) for name, call in (
+        ("segment_lengths", lambda **given: dilated_attention(Q, Q, Q, dilation_rates=[1, 1], **given)), ("lengths", Document),
+    )),
+    ("attention_mask", LM, {"tokens": torch.zeros(1, 2, dtype=torch.int64), "attention_mask": SPARSE}),
     *(("config", kind, {"config": wrong}) for kind in (Block, FeedForward, LongNetDecoder, LongNetEncoder) for wrong in (None, "x")),
     ("model.config", evaluate, {"model": None, "records": []}),
     ("inputs", shard_inputs, {"inputs": None}),
@@ -49,7 +73,7 @@ CALLS: list[tuple[str, Any, dict[str, Any]]] = [
     ("block_pattern", lambda **given: create_model("longnet-tiny", **SMALL, **given), {"block_pattern": ARRAY}),
     *(("length", lambda **given: explain_backend(pattern=DilatedPattern([8], [1]), num_positions=64, **given), {"length": wrong})
       for wrong in (VECTOR, "", [], False)),
-    *((name, lambda **given: plan_attention("dense", **PLAN, **given), {name: ARRAY}) for name in ("layout", "exchange")),
+    *((name, lambda **given: plan_attention("dense", **PLAN, **given), {name: wrong}) for name in ("layout", "exchange") for wrong in MANY),
     ("device", explain_backend, {"device": 2**80}),
     ("device", profile_memory, {"device": True}),
     *(("ops", profile_memory, {"ops": wrong}) for wrong in (VECTOR, "no", 0)),
@@ -70,7 +94,7 @@ CALLS: list[tuple[str, Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "call", "given"), CALLS, ids=lambda x: str(x) if isinstance(x, str) else "")
 def test_a_wrong_type_is_refused_by_name(name: str, call: Any, given: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(name)}(\[0\])? (is|holds) .*(expected|leave|take)"):
+    with pytest.raises((TypeError, ValueError), match=rf"(?s)^{re.escape(name)}(\[0\])? (is|holds) .*(expected|leave|take)"):
         call(**given)
 
 

@@ -113,14 +113,16 @@ def steps_of(run: Path) -> set[int]:
 def test_a_run_goes_on_with_another_number_of_processes(text: Path, tmp_path: Path, options: list[str]) -> None:
     """Sequences of a step stay what they were, and so do the bits, up to the order of sums; also where processes share a sequence.
 
-    By torchrun itself, the one example that is.
+    Once by torchrun itself, the one example that is.
     """
     alone, resumed = tmp_path / "alone", tmp_path / "resumed"
     train(text, alone, "--steps", "6", "--batch", "2", "--lr", "5e-4", "--validations", "0", "--save-minutes", "1e-9", "--keep", "9")
     shutil.copytree(alone, resumed)
     for name in (*(f"checkpoints/step-{step:08d}" for step in (4, 5, 6)), "checkpoint"):
         shutil.rmtree(resumed / name)
-    result = run(*torchrun(2), str(SCRIPT), "--resume", str(resumed), *options)
+    words = [str(SCRIPT), "--resume", str(resumed), *options]
+    shared = functools.partial(run_script, Path(words[0]), *words[1:], processes=2, quick=True)
+    result = shared() if "--layout" in options else run(*torchrun(2), *words)
     assert result.returncode == 0 and result.stdout.count("done: validation") == 1, result.stdout
     bits = log_of(resumed)
     assert len(bits) == 6 and bits[:3] == log_of(alone)[:3]
