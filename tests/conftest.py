@@ -1,7 +1,5 @@
 """What every test lives with: poisoned allocations, one thread under xdist, markers."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util

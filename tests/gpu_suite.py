@@ -9,8 +9,6 @@ skipped for a reason that the table shows. Optional libraries are tested where t
 FLASH3_LIBRARY and FLASH3_CUDART, its fp8 build by FLASH3_FP8_LIBRARY.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """What every backend promises the engine, and the traps of the libraries behind them, each of which somebody has met."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Plain torch's: engine/test_oracle.py. ``gpu/test_blocks.py`` has all of them on a GPU, and FlashAttention-4's.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """precision="fp8": who takes it, who refuses it and why, and that the adapter reaches fa3_fwd as meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """FlashAttention-4's kernels called again: on a stand-in with the interface's shape, since the package needs a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

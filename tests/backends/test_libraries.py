@@ -3,8 +3,6 @@
 A stand-in computes in plain torch, so a swapped argument, a wrong window or a lost gradient shows as a wrong number.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import types

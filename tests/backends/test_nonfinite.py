@@ -8,8 +8,6 @@ The reference is the definition in float64. A pair takes part where its multipli
 Everywhere else the results are those of the same call with zeros in their place and without the gradients of the rows they reach.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Shipped rates order backends and nothing more, each for its own architecture; an order that a user sets goes before them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

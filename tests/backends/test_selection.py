@@ -1,7 +1,5 @@
 """Backend selection for machines that are not here: pure Python on static facts, so any GPU can be asked about on a CPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Launches of kernels, on stand-ins of Triton's: bound once, shared where Triton selects one kernel, compiled ahead."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The backend over a table of tiles, its kernels interpreted on a CPU. Compiled ones: tests/gpu/test_backends.py."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext

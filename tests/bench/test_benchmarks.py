@@ -1,7 +1,5 @@
 """benchmarks/: who is wrong gets no time, cases and results are what they say, and each suite runs in its smallest form."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

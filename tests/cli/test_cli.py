@@ -1,7 +1,5 @@
 """``python -m dilated_attention``: ``info``, ``plan``, ``show`` of models, where ``bench`` points, refusals of all of them, exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """``generate`` and ``evaluate`` of a saved model: what they print of bytes and bases, and everything that they refuse."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

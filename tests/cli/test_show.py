@@ -1,7 +1,5 @@
 """``show`` of patterns: figures against the definition, drawings against the mask, pictures against the pixels."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

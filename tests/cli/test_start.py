@@ -1,8 +1,6 @@
 """The command line as a process: its version, what other programs import, Ctrl-C while modules are imported; and its output, which fits
 a terminal's width and its encoding and is the same text everywhere."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

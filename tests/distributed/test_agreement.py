@@ -1,7 +1,5 @@
 """Ranks agree on a kind of call, or all are told what differs: before its first exchange, and in later calls of kinds agreed on."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The kernels that copy the rows of an exchange, interpreted, do what torch's operations do."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

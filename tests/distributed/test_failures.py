@@ -3,8 +3,6 @@
 Over gloo, and over NCCL where GPUs are there (pytest -m gpus), each scene in processes of its own, which are killed after it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import datetime
 import multiprocessing as mp

@@ -1,7 +1,5 @@
 """Which positions each rank holds, and sequences cut and put together again over gloo processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

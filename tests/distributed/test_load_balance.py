@@ -1,7 +1,5 @@
 """Layouts for packed documents: pairs counted against masks, positions held once, pairs even for several patterns at once."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

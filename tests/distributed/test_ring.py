@@ -3,8 +3,6 @@
 Over gloo, and over NCCL where GPUs are there (pytest -m gpus). ``gpus/test_ring.py`` has what only a GPU has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 Over gloo, and over NCCL where GPUs are there (pytest -m gpus), also in half precision.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,7 +70,7 @@ WITH_BLOCKS = cases(Space(blocks=True, softcap=True, bias=True, max_length=500, 
 
 
 @pytest.mark.parametrize("pool", worlds(1, 2, 3, 4, gpus=(2, 3, 4)))
-@settings(max_examples=share(30))
+@settings(max_examples=share(20))
 @given(
     case=WITH_BLOCKS.filter(lambda case: isinstance(case.pattern, BlockPattern)),
     layout=st.sampled_from(["contiguous", "zigzag", "balanced", "dealt"]),

@@ -1,7 +1,5 @@
 """Bytes on the wire: what is measured equals the closed formulas, and the formulas the numbers that one works out by hand."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext

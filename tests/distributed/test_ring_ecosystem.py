@@ -3,8 +3,6 @@
 Over gloo, and over NCCL where GPUs are there (pytest -m gpus). ``test_ring_modules.py`` has every module for itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

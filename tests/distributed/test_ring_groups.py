@@ -1,7 +1,5 @@
 """Rings on many groups at once: first uses from threads leave torch as it was, and results exact; a forked child is refused."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import threading

@@ -1,7 +1,5 @@
 """Ring calls that are refused since they differ between ranks, with one text on all. Other bad input: functional/test_bad_input.py."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Over gloo in float64, and over NCCL where GPUs are there (pytest -m gpus) in bfloat16, too.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """block_lists against dense masks: every pattern and compositions of them; memory and time at a million positions."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

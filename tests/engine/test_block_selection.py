@@ -1,7 +1,5 @@
 """Content-chosen blocks against their definition in float64 loops; the kernels' choice and lists against torch's, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

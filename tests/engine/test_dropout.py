@@ -1,7 +1,5 @@
 """Dropout by position: the definition, and its Triton kernel."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls outside the dispatcher: taken where nothing looks on, equal to the op's bit for bit, and nothing remembered that has changed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

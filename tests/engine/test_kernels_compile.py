@@ -1,7 +1,5 @@
 """Kernels of decoding and dropout compile for GPUs, on a machine without one: the interpreter takes what the compiler refuses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Parts merged into the whole: kernels, results of a call in chunks, and what of them a forward saves. The law: test_oracle.py."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

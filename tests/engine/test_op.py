@@ -3,8 +3,6 @@
 Their results in each of these forms: tests/engine/test_oracle.py.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import re
@@ -17,7 +15,6 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,28 +78,19 @@ LAYOUTS = ("heads_first",) * 4
 SAVED = Case(pattern=SAVED_PATTERN, mixture_grad="detached", num_queries=8, num_keys=8, heads=2, kv_heads=2, layouts=LAYOUTS)
 
 
-class Records(TorchDispatchMode):
-    """What the ops of attention, and that of choices, are called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "dilated_attention" and re.search("attention|choose", func._schema.name.rpartition("::")[2]):
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("index", range(len(CHECKED) + 1))
 def test_the_ops_pass_every_opcheck(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward."""
     case = [*CHECKED, SAVED][index]
     if case is SAVED:
         run_fused(monkeypatch)
-    with Records() as seen:
+    seen: list[tuple[Any, Any]] = []
+    with Looks(lambda *called: seen.append(called)):
         results(call, case, inputs(case, (torch.float64, torch.bfloat16)[index % 2]))
-    *choices, (forward, arguments), (backward, given) = seen.calls
+    # of attention, and of choices
+    *choices, (forward, arguments), (backward, given) = (
+        (op, x) for op, x in seen if op.namespace == "dilated_attention" and re.search("::.*(attention|choose)", op._schema.name)
+    )
     passed = {"SUCCESS"}
     leaves = [x.detach().requires_grad_() for x in arguments[:3]]
     assert set(torch.library.opcheck(forward, (*leaves, *arguments[3:])).values()) == passed

@@ -1,7 +1,5 @@
 """The engine against the definition: the reference against loops, any case by any form against the reference, low precision."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Memory that runs out inside our ops: an error of torch's type, with what the call needs, a way out, and torch's own words."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Bounds of packed documents: a call computes with what the tensor holds then, however it was written, and its backward with the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

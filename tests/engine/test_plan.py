@@ -1,8 +1,6 @@
 """The plan: few problems however many segments, on views that copy nothing and keep to limits. That they are the pattern's pairs, and
 that cutting them changes no result: test_oracle.py."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

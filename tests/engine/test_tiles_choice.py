@@ -1,7 +1,5 @@
 """Whether a call runs as a whole on the table of tiles or problem by problem on a library: estimates for GPUs that are not here."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The account of calls on a table of tiles: against the formulas, against what the launches allocate, and where plans ask for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

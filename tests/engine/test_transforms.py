@@ -3,8 +3,6 @@
 Also where a call draws, compiles, is empty or takes a shortcut, on two ranks, and modules with a gradient of each sample.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

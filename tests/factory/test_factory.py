@@ -1,7 +1,5 @@
 """create_attention, create_model and the presets."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

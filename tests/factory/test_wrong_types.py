@@ -1,7 +1,5 @@
 """Values of a wrong type: each is refused by name with what is expected, as a ValueError or TypeError of this library."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

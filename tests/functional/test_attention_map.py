@@ -1,7 +1,5 @@
 """Attention weights of chosen rows and the attention keys receive, against the multiplicities written out in float64."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import fields, replace

@@ -2,8 +2,6 @@
 
 Any case with a bias, in any form, by any backend: tests/engine/test_oracle.py; refused arguments: test_bad_input.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Any pattern, alone and beside branches, with any option by any backend and in any form: tests/engine/test_oracle.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

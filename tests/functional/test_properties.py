@@ -2,8 +2,6 @@
 
 Rows and keys without a partner, inputs of any layout: tests/engine/test_oracle.py; what must not leak: tests/backends/test_nonfinite.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

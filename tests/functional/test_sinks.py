@@ -3,8 +3,6 @@
 Any case with sinks and with caps, in any form, by any backend: tests/engine/test_oracle.py; over processes: tests/distributed/test_ring.py.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every GPU backend against float64, on a GPU. Random cases over the options each backend takes; skipped without CUDA."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Biases by formula on a GPU take memory in proportion to N. What they compute: test_backends.py, test_blocks.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

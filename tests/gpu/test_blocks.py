@@ -1,7 +1,5 @@
 """Every kernel of lists of blocks on a GPU, forward and backward: any case is its definition. On a CPU: backends/test_blocks.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

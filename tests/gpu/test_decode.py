@@ -1,7 +1,5 @@
 """Decoding on a GPU: the kernels against float64 over the same cache, FlashAttention-3's paged one, steps replayed from a CUDA graph."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

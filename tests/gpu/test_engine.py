@@ -1,7 +1,5 @@
 """The engine on a GPU: CUDA graphs, compiled modules, transient memory, what autograd keeps. Skipped without CUDA."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

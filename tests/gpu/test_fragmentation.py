@@ -4,8 +4,6 @@ Each kind in a process of its own, as the allocator reads its settings once. In 
 it, without any attention: docs/memory.md has the figures of other settings, which ``profile`` takes, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Calls of lengths that were not before: they wait for nothing, compile nothing, and are as right as the others."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Memory of attention maps and received attention at a million positions. That they are right: functional/test_attention_map.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

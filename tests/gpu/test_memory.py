@@ -1,7 +1,5 @@
 """Profiles and errors of memory on a GPU: figures against torch's own, and a limit that is hit."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Planned peak memory and times against what this GPU takes. Of spread sequences: ``gpus/test_plan.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

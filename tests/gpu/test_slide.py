@@ -1,7 +1,5 @@
 """A training step of Prov-GigaPath's slide encoder on a GPU: in a CUDA graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The Hopper kernels of a table of tiles against the Triton kernels that they replace: same table, same numbers, same results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

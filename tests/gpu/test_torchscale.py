@@ -1,7 +1,5 @@
 """Loaded weights on a GPU: against the float64 restatement of what TorchScale computes, and packed slides against single ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

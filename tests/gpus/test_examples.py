@@ -3,8 +3,6 @@
 Kernels of torch itself, but in one of them: a process would compile FlashAttention-4 for longer than it trains.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Planned peak memory of spread sequences against what two GPUs take. Needs 2 GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Needs 2, 3 and 4 GPUs. ``distributed/test_ring.py`` has the calls in float64. A 
 ranks at once; each call after it takes milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

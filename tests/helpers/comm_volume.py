@@ -18,8 +18,6 @@ A backward receives the keys and values again, and sends a contribution to dK an
 ``heads_bytes``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from dilated_attention.pattern import BlockPattern

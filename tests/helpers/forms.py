@@ -1,7 +1,5 @@
 """The forms in which a case of ``testing`` may be called, and what of a case each takes: ``results(function, fitting(case), …)``."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +21,14 @@ Form = Callable[..., Tensors]
 
 
 class Looks(TorchDispatchMode):
-    """Sees everything and changes nothing: whoever looks on gets the op."""
+    """Sees everything and changes nothing: whoever looks on gets the op. ``tell`` is given each operation and its arguments."""
+
+    def __init__(self, tell: Callable[..., object] = lambda *_: None) -> None:
+        super().__init__()
+        self.tell = tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tell(func, args)
         return func(*args, **(kwargs or {}))
 
 

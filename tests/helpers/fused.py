@@ -3,8 +3,6 @@
 ``combine`` is that of ``engine/branches/places.py`` by its definition: part after part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

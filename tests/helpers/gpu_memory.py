@@ -1,7 +1,5 @@
 """What GPU tests ask of a GPU that other processes may share: its memory, and CUDA graphs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The largest tensor that any operation returns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ themselves. With DILATED_GPUS_SHARED=2 those of two GPUs run over NCCL in two pr
 same, times are not. (Three and four processes on one H200 stopped inside the driver.) DILATED_GPUS_PERCENT makes sweeps shorter.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import Any

@@ -5,8 +5,6 @@
 ``tests/package/test_net.py`` compares.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

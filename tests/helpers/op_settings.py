@@ -1,7 +1,5 @@
 """Settings of a call, for tests that call an op or a function below the public ones; and the calls that a function gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Block patterns and lists for tests: what there is to try, and lists written out as dense masks."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask

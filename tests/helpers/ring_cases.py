@@ -3,8 +3,6 @@
 Every rank makes the whole inputs from the case's seed and cuts out its rows; the parent puts the ranks' results together and judges.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

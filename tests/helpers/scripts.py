@@ -8,8 +8,6 @@ command line shows (torchrun's own arguments, imports that a script forgot and t
 tests/scripts/test_examples.py; one test of each kind has it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

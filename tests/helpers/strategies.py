@@ -1,7 +1,5 @@
 """Hypothesis strategies: ``testing.random_case`` with its choices drawn, and so shrunk, by hypothesis."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

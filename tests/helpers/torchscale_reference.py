@@ -4,8 +4,6 @@ Written from what those programs compute, zero keys, shifted segments and gradie
 Weights are dicts under TorchScale's own names. `python -m benchmarks train-infer --tasks parity` holds the loaders against the real code.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

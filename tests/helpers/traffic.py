@@ -1,7 +1,5 @@
 """What this process exchanges with others, in bytes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Public functions and transforms of torch.func for ``test_transforms.py``, also inside the pool's processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

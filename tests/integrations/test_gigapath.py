@@ -1,7 +1,5 @@
 """The stand-in for gigapath.slide_encoder, called as pipelines call the original."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Models are float64, but transformers takes the loss of float32 logits, as one pr
 to another float32, so that weights agree to 1e-9 and logged losses to 1e-6.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -6,8 +6,6 @@ checkpointing, are eager's to 1e-6. Several processes and compiled models: test_
 test_hf_context_parallel. docs/huggingface.md has a table of the families.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A model whose config says its attention has it again when it is loaded; where the config does not, training says so."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's ``SFTTrainer`` under ``context_parallel``: processes that share sequences take the steps that one process takes on its batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Transformers models on this library's attention, tiny and random: against transformers' own sdpa, and against a literal restatement."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Loaded weights of TorchScale, Prov-GigaPath and LongViT compute what tests/helpers/torchscale_reference.py says that those compute."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """evaluate: every token is scored once, with at least the context that was promised, and the bits are those of the model's logits."""
 
-from __future__ import annotations
-
 import functools
 import math
 

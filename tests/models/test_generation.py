@@ -1,7 +1,5 @@
 """Generation with a cache: whatever requests do, every pass gives the logits of the full forward, for every kind of attention."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import zlib

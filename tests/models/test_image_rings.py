@@ -1,7 +1,5 @@
 """Slides and images that processes share, against one process with the whole of them, in float64: outputs and all gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that read k-mers: codes, the embedding, saving, processes that share a sequence, and generation from the last code."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

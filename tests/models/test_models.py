@@ -1,7 +1,5 @@
 """Encoder, decoder and language model: the formula of their parts, losses, drop path, checkpointing, files; configurations."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Padded batches: each row is computed as its tokens alone, wherever padding lies and whatever it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

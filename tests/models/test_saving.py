@@ -1,7 +1,5 @@
 """Saved models: one file that is the old one or the new one, and files that are damaged or of others. Files that are replaced, JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

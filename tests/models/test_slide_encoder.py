@@ -1,7 +1,5 @@
 """Grid positions, and the slide encoder's batches, settings and errors. What its weights compute is in test_torchscale.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

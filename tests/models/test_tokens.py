@@ -1,7 +1,5 @@
 """Tokens and targets out of range, and logits that are not finite, are refused by name, before anything is written."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """LongViT's positions, poolings, settings and errors. What its weights compute is in test_torchscale.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes and bases: text to tokens and back, which one a configuration means, and FASTA files."""
 
-from __future__ import annotations
-
 import gzip
 import warnings
 from pathlib import Path

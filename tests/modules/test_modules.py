@@ -1,7 +1,5 @@
 """The modules: against the float64 reference on their own projected tensors, as citizens of torch.nn, and with blocks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

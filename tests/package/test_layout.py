@@ -1,7 +1,5 @@
 """No file is long, and imports go one way: between modules, between sibling folders, and between the parts of the package."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

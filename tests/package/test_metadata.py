@@ -1,7 +1,5 @@
 """A plain installation has what the package needs, and the wheel's description leads somewhere."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

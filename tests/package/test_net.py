@@ -1,7 +1,5 @@
 """Public signatures, choices of backends and keys of every state_dict are those of net.json, which ``tests.helpers.net`` writes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

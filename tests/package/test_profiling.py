@@ -1,7 +1,5 @@
 """profile_memory: exact bytes by op on a CPU, also inside our own ops, what it refuses, and advice that follows from figures."""
 
-from __future__ import annotations
-
 import json
 import weakref
 

@@ -1,7 +1,5 @@
 """The public names are listed once, and importing the package needs nothing but torch and einops."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

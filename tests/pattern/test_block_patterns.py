@@ -1,7 +1,5 @@
 """Block patterns: each against loops over the sentence that defines it; counts, densities, strings, BlockMask, errors."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

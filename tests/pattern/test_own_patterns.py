@@ -1,7 +1,5 @@
 """Patterns of one's own: derived from the library's, and defined again under the same name, as notebooks do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 
 The reference, and offsets with it, against loops: tests/engine/test_oracle.py."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

@@ -1,7 +1,5 @@
 """``plan_model``: what training and generating take, against steps on a CPU, hand counts and what an H200 measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``plan_attention``: figures that follow from the definition, the longest sequence, times and peaks against measured ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

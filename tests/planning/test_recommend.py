@@ -1,7 +1,5 @@
 """``recommend``: every use case on every kind of machine; what is recommended is built and run, and what is cited is there."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

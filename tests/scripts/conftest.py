@@ -1,7 +1,5 @@
 """Modules of the examples, and their scripts run in this process, which has torch already."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """examples/compare_attention.py: what it reads, cuts, measures and starts, each against its definition, and a whole run in small."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,8 +6,6 @@ the test that runs it. Blocks have at most 78 columns, which a page shows withou
 wider, under ``<!-- wide: why -->``.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """The examples as a user runs them, in small: their last line and exit code are what their docstrings promise."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

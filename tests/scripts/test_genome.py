@@ -1,7 +1,5 @@
 """examples/train_genome.py: what it reads, masks, counts and optimises, each against its definition, and the whole in small."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """docs/notebooks: stored without results, narrow, and they run. The build of the site (test_docs.py) checks their links and places."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

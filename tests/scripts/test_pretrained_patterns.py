@@ -1,7 +1,5 @@
 """examples/pretrained_patterns.py: equal pairs, patterns that take effect, losses before and after tuning."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

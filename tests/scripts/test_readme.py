@@ -3,8 +3,6 @@
 Other code, links and names: test_docs.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

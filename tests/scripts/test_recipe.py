@@ -1,7 +1,5 @@
 """examples/recipe: settings are refused before anything is made, and a run that was stopped goes on as if it had not been."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import json

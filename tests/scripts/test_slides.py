@@ -1,7 +1,5 @@
 """examples/slide_features.py and slide_predict.py as a user runs them: formats, refusals, AUC, files, and the public picture of tissue."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import json
