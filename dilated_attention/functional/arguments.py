@@ -19,7 +19,6 @@ from dilated_attention.engine.blocks.selection import choose_blocks_op
 from dilated_attention.engine.ops.bounds import own_bounds
 from dilated_attention.engine.ops.definition import block_sparse_attention_op, block_sparse_dilated_attention_op, dilated_attention_op
 from dilated_attention.engine.ops.resolve import CallInputs, find, remember, resolve
-from dilated_attention.engine.ops.resolve_blocks import resolve_blocks
 from dilated_attention.engine.ops.settings import CallSettings, checked_branches
 from dilated_attention.engine.ops.transforms import is_eager
 from dilated_attention.functional.options import Options, bias_tensors, check_bias, check_names, checked_softmax
@@ -84,8 +83,7 @@ def attend(
         settings = checked_settings(q, k, v, options, branches, blocks, is_sharded=op is not None)
         settings = settings if resolves is None else settings._replace(needs_grad=resolves)
         if eager:
-            resolver = resolve_ring if op is not None else resolve if blocks is None else resolve_blocks
-            resolved = resolver(q, k, padding, settings)
+            resolved = (resolve if op is None else resolve_ring)(q, k, padding, settings)
             if key is not None:
                 remember(key, q.dtype, resolved)
     else:

@@ -235,11 +235,13 @@ def test_a_kept_op_runs_once_with_equal_gradients(function: Function, monkeypatc
 
     torch.manual_seed(5)
     plain = torch.autograd.grad(block(*inputs).sum(), inputs)
-    calls = calls_of(monkeypatch, *((resolve_blocks, "forward_lists") if function is blocks else (run_problems, "run_forward")))
+    calls = calls_of(monkeypatch, *((resolve_blocks, "run_lists") if function is blocks else (run_problems, "run_forward")))
     torch.manual_seed(5)
     out = checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(keep_attention))
     again = torch.autograd.grad(out.sum(), inputs)
-    assert len(calls) == 1 and all(map(torch.equal, plain, again))
+    # of q, k and v: the backward reads more
+    forwards = [given for _, given in calls if function is not blocks or len(given[2]) == 3]
+    assert len(forwards) == 1 and all(map(torch.equal, plain, again))
 
 
 @pytest.mark.parametrize("form", ["eager", "ring"])

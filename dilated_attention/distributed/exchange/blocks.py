@@ -21,7 +21,7 @@ from dilated_attention.distributed.exchange.run import Part, Tensors, masks_at
 from dilated_attention.engine.blocks.lists import select_groups, select_rows
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
-from dilated_attention.engine.ops.resolve_blocks import backward_lists, blocks_backend, forward_lists
+from dilated_attention.engine.ops.resolve_blocks import blocks_backend, run_lists
 from dilated_attention.engine.ops.settings import CallSettings
 from dilated_attention.pattern.blocks.block_lists import BlockLists
 
@@ -46,11 +46,9 @@ class BlockPart(Part):
 
     def compute(self, tensors: Tensors, dlse: Tensor | None, masks: Masks, into: Tensor | None) -> Tensors:
         is_forward = len(tensors) == 3
-        q, k, v = tensors[:3] if is_forward else tensors[1:4]
+        q, k = tensors[:2] if is_forward else tensors[1:3]
         backend, options = self.backend(q, k, masks.padding is not None, not is_forward), self._options(q, masks)
-        if is_forward:
-            return forward_lists(backend, self.lists, q, k, v, options, place=self.place, into=into)  # type: ignore[arg-type]
-        return backward_lists(backend, self.lists, tensors, options, dlse, place=self.place, into=into)  # type: ignore[arg-type]
+        return run_lists(backend, self.lists, tensors, options, dlse, place=self.place, into=into)  # type: ignore[arg-type]
 
     def _options(self, q: Tensor, masks: Masks) -> Options:
         settings, keys = self.settings, (self.first_key, self.first_key + self.key_rows.stop - self.key_rows.start)

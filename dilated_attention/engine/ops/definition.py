@@ -35,14 +35,13 @@ from dilated_attention.engine.ops.resolve import (
     CallInputs,
     MaybeTensor,
     ResolvedCall,
-    ResolvedDilated,
-    Tensors,
     gradient_of_out,
     resolve,
 )
-from dilated_attention.engine.ops.resolve_blocks import ResolvedBlocks, ResolvedUnion, pieces_of, resolve_blocks
+from dilated_attention.engine.ops.resolve_blocks import pieces_of
 from dilated_attention.engine.ops.settings import CallSettings, settings_of
 from dilated_attention.engine.ops.transforms import each, folded, on_tangents, on_transforms
+from dilated_attention.engine.plan import Tensors
 from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.block_lists import BlockLists, unpacked
 
@@ -187,17 +186,17 @@ def _new_saved(inputs: CallInputs, settings: CallSettings) -> Tensor:
 
 
 dilated_attention_op = define_attention(
-    ResolvedDilated.name,
+    "dilated_attention",
     resolve,
     "dilated_attention.engine.reference.reference_attention, which is plain autograd",
     new_saved=_new_saved,
 )
 block_sparse_attention_op = define_attention(
-    ResolvedBlocks.name, resolve_blocks, "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)"
+    "block_sparse_attention", resolve, "softmax attention in plain autograd under the mask pattern.dense_mask(N, N, H)"
 )
 block_sparse_dilated_attention_op = define_attention(
-    ResolvedUnion.name,
-    resolve_blocks,
+    "block_sparse_dilated_attention",
+    resolve,
     "softmax attention in plain autograd with the sum of both patterns' dense_mask(N, N, H) as multiplicities",
 )
 

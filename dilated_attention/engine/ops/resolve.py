@@ -18,21 +18,21 @@ from torch import Tensor
 from dilated_attention.backends import registry
 from dilated_attention.backends.base import Bias, Result, accumulation_dtype, new_lse
 from dilated_attention.backends.hardware import keep_for_graph
-from dilated_attention.backends.merge import add_sinks_, sinks_gradient
+from dilated_attention.backends.merge import add_sinks_, merge_onto, sinks_gradient
 from dilated_attention.backends.tiles.table import all_aligned
 from dilated_attention.engine.branches.launches import Masks
 from dilated_attention.engine.branches.problems import Range
 from dilated_attention.engine.memory import explain_shortage
 from dilated_attention.engine.ops.bounds import bounds_of, document_ranges
 from dilated_attention.engine.ops.prepare import kernel_ready, make_plan, new_like
-from dilated_attention.engine.ops.settings import CallSettings
+from dilated_attention.engine.ops.resolve_blocks import BlockPass, as_new, make_pieces, recalled, run_pieces
+from dilated_attention.engine.ops.settings import CallSettings, as_dense
 from dilated_attention.engine.ops.transforms import dispatched_alike, is_eager
-from dilated_attention.engine.plan import Plan
+from dilated_attention.engine.plan import Plan, Tensors
 from dilated_attention.pattern import pattern_from_spec
 from dilated_attention.pattern.blocks.base import redefined_classes
 
 MaybeTensor = Tensor | None
-Tensors = tuple[Tensor, ...]
 # out, lse, and what the backward needs in addition, if anything
 Outputs = tuple[Tensor, Tensor, MaybeTensor]
 _OUTER = ("dout", "dlse", "out", "lse", "saved")
@@ -223,71 +223,91 @@ def gradient_of_out(dout: MaybeTensor, q: Tensor, out: Tensor) -> Tensor:
 
 
 class LocalCall(ResolvedCall):
-    """Calls of one process. ``passes`` holds how a pass runs (``make_pass``) on tensors of some shapes and strides."""
+    """Calls of one process: of dilated branches, of which dense attention is one of rate 1, of a block pattern, or of both in one softmax.
 
-    @abstractmethod
-    def make_pass(self, tensors: Tensors, inputs: CallInputs, more: Any) -> tuple[Any, Any]:
-        """Decides how a pass runs on these tensors. Returns that, and what is kept of it for later passes, or None."""
+    Both parts of such a union have kernels of their own. The forward merges their (out, lse). The backward runs each part's backward with
+    the merged out and lse, which yields exactly its share of dq, dk, dv, and adds the shares. No gradient flows through the merge.
 
-    def remembered(self, key: tuple[Any, ...]) -> Any:
-        """Returns how a pass runs on tensors like earlier ones, or None."""
-        return self.passes.get(key)
+    ``passes`` holds how a pass runs: the branches' ``Plan`` or None, and the block pattern's pieces, if they hold no values of a call.
+    """
 
-    def tensors_and_pass(self, tensors: Tensors, inputs: CallInputs, more: Any) -> tuple[Tensors, Any]:
-        """Returns the tensors in a layout that kernels accept, and how a pass runs on them.
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return _NAMES[self.settings.branches is not None, bool(self.settings.blocks)]
+
+    def forward(self, inputs: CallInputs, bias: Bias | None) -> Outputs:
+        """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
+        # beside a block pattern, none are saved
+        saves = not self.settings.blocks and (self.documents is None or self.saves_documents)
+        (q, k, v), plan, pieces, masks = self.tensors_and_pass(inputs[:3], inputs, bias, saves)
+        of_blocks = run_pieces(pieces, (q, k, v), masks.padding) if pieces else ()
+        if plan is None:
+            # results of a backend or cut at the front
+            out, lse = map(as_new, of_blocks)
+            return out, lse, None
+        saved = q.new_empty(plan.saved) if plan.saved else None
+        out, lse = plan.runner.forward(plan, q, k, v, masks, saved)
+        if of_blocks:
+            merge_onto(out, lse.transpose(1, 2), of_blocks[0], of_blocks[1].transpose(1, 2))
+        return out, lse, saved
+
+    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: Outputs) -> Tensors:
+        out, lse, saved = outputs
+        saved = None if saved is None or not saved.numel() else saved
+        (q, k, v, dout, out), plan, pieces, masks = self.tensors_and_pass((*inputs[:3], dout, out), inputs, bias, saved is not None)
+        tensors = dout, q, k, v, out, lse
+        grads: Tensors = () if plan is None else plan.runner.backward(plan, tensors, masks, dlse, saved)
+        if not pieces:
+            return grads
+        of_blocks, acc = run_pieces(pieces, tensors, masks.padding, dlse), accumulation_dtype(q.dtype)
+        sums = [x.to(acc) + y for x, y in zip(grads, of_blocks, strict=True)] if grads else of_blocks
+        return tuple([as_new(grad.to(q.dtype)) for grad in sums])
+
+    def tensors_and_pass(
+        self, tensors: Tensors, inputs: CallInputs, bias: Bias | None, saves: bool
+    ) -> tuple[Tensors, Plan | None, BlockPass, Masks]:
+        """Returns the tensors in a layout that kernels accept, how a pass runs on them, and its masks.
 
         Args:
             tensors: q, k, v, and in a backward dout and out.
             inputs: for the other tensors.
-            more: what ``make_pass`` depends on in addition.
+            saves: a forward may save the branches' outputs, or a backward gets them.
         """
-        plan: Any = None
+        known: Any = None
         key: tuple[Any, ...] = ()
         for _ in range(2):
             # strides do not include addresses, which must be aligned too
             if self.device_type != "cuda" or all_aligned([x.data_ptr() for x in tensors]):
                 key = (tensors[0].shape, tensors[1].shape, *[x.stride() for x in tensors])
-                plan = self.remembered(key)
-                if plan is not None:
+                known = self.passes.get(key)
+                if known is not None:
                     break
             if self.device_type != "cuda" and all([x.stride(-1) == 1 for x in tensors]):  # noqa: C419 - a generator takes longer
                 break
             tensors = tuple([kernel_ready(x) for x in tensors])
-        if plan is None:
-            plan, kept = self.make_pass(tensors, inputs, more)
-            if kept is not None:
-                if len(self.passes) >= MOST_PASSES:
-                    self.passes.clear()
-                self.passes[key] = kept
-        keep_for_graph(plan, self.device_type)
-        return tensors, plan
+        settings, masks, pieces = self.settings, masks_of(inputs, bias), BlockPass()
+        plan, remembered = known or (None, ())
+        if plan is None and settings.branches is not None:
+            has_padding = masks.padding is not None
+            plan = make_plan(settings, tensors, len(tensors) > 3, has_padding=has_padding, documents=self.documents, saved=saves)
+        if settings.blocks:
+            pieces = recalled(remembered)
+            if not pieces:
+                pieces, remembered = make_pieces(settings, tensors, self.documents, inputs.kept, masks)
+        if known is None or remembered is not known[1]:
+            if len(self.passes) >= MOST_PASSES:
+                self.passes.clear()
+            self.passes[key] = plan, remembered
+        keep_for_graph((plan, pieces), self.device_type)
+        return tensors, plan, pieces, masks
 
 
-class ResolvedDilated(LocalCall):
-    """Calls of dilated attention, of which dense attention is one branch of rate 1. A pass is a ``Plan``."""
-
-    name = "dilated_attention"
-
-    def forward(self, inputs: CallInputs, bias: Bias | None) -> Outputs:
-        """Returns (out, lse, the branches' outputs saved for the backward (``prepare.saved_elements``) or None)."""
-        (q, k, v), plan = self.tensors_and_pass(inputs[:3], inputs, self.documents is None or self.saves_documents)
-        saved = q.new_empty(plan.saved) if plan.saved else None
-        return *plan.runner.forward(plan, q, k, v, masks_of(inputs, bias), saved), saved
-
-    def backward(self, dout: Tensor, dlse: MaybeTensor, inputs: CallInputs, bias: Bias | None, outputs: Outputs) -> Tensors:
-        out, lse, saved = outputs
-        saved = None if saved is None or not saved.numel() else saved
-        (q, k, v, dout, out), plan = self.tensors_and_pass((*inputs[:3], dout, out), inputs, saved is not None)
-        tensors = dout, q, k, v, out, lse
-        return plan.runner.backward(plan, tensors, masks_of(inputs, bias), dlse, saved)  # type: ignore[no-any-return]
-
-    def make_pass(self, tensors: Tensors, inputs: CallInputs, more: Any) -> tuple[Plan, Plan]:
-        """Makes the plan. ``more``: a forward may save the branches' outputs, or a backward gets them."""
-        has_padding = inputs.key_padding_mask is not None
-        plan = make_plan(self.settings, tensors, len(tensors) > 3, has_padding=has_padding, documents=self.documents, saved=more)
-        return plan, plan
-
-
+# by whether there are branches, and blocks
+_NAMES = {
+    (True, False): "dilated_attention",
+    (False, True): "block_sparse_attention",
+    (True, True): "block_sparse_dilated_attention",
+}
 _NO_MASKS = Masks()
 
 
@@ -347,6 +367,6 @@ def record_of(kind: type[Self], q: Tensor, k: Tensor, padding: MaybeTensor, sett
     return found
 
 
-def resolve(q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> ResolvedDilated:
-    """Returns the record of calls of dilated attention like this one."""
-    return record_of(ResolvedDilated, q, k, padding, settings)
+def resolve(q: Tensor, k: Tensor, padding: MaybeTensor, settings: CallSettings) -> LocalCall:
+    """Returns the record of calls like this one, of dilated branches, a block pattern, or both."""
+    return record_of(LocalCall, q, k, padding, as_dense(settings, q))
