@@ -62,7 +62,8 @@ def block_lists(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     # the lengths that lists are built for: whole blocks if the pattern shares lists
-    queries, keys = pattern.positions_of_lists(num_queries), pattern.positions_of_lists(num_keys)
+    unit = pattern.q_block if pattern.shares_lists and pattern.q_block == pattern.k_block else 1
+    queries, keys = (-(-count // unit) * unit for count in (num_queries, num_keys))
     cache_key = (pattern, keys, num_heads, first_query, queries, is_causal, device)
     with _lock:
         lists = _cache.get(cache_key)
@@ -143,14 +144,10 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
     if num_missing and last_row in rows[:-1]:
         raise ValueError(f"rows selects the short last query block, {last_row}, before its end; select it last")
     num_queries = len(rows) * lists.q_block - (num_missing if [last_row] == rows[-1:].tolist() else 0)
-    interval = None
-    if lists.interval is not None:
-        positions = (
-            (rows[:, None] * lists.q_block + torch.arange(lists.q_block, device=rows.device))
-            .flatten()[:num_queries]
-            .to(lists.columns.device)
-        )
-        low, high = (x.index_select(0, positions) for x in lists.interval)
+    interval, rows = lists.interval, rows.to(lists.columns.device)
+    if interval is not None:
+        blocks = (torch.nn.functional.pad(x, (0, num_missing)).view(-1, lists.q_block) for x in interval)
+        low, high = (x.index_select(0, rows).flatten()[:num_queries] for x in blocks)
         interval = low, high
     list_index = (torch.arange(lists.num_groups, device=rows.device)[:, None] * lists.num_rows + rows).flatten()
     return _selected(lists, list_index, num_queries=num_queries, interval=interval)
@@ -158,7 +155,6 @@ def select_rows(lists: BlockLists, rows: Tensor) -> BlockLists:
 
 def _selected(lists: BlockLists, list_index: Tensor, **changes: Any) -> BlockLists:
     """Returns the lists with these indices, in their order."""
-    list_index = list_index.to(lists.columns.device)
     # indexing by [] takes twice the time on a host
     counts = lists.row_starts.diff().index_select(0, list_index)
     row_starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -207,22 +203,18 @@ def lists_of_kept(
     # every pair if delta ≥ k_block − 1. ``deltas`` are those between, and the mask of a block is the index of its delta
     step = math.gcd(q_block, k_block)
     deltas = range(step - q_block, k_block - 1, step) if is_causal else range(0)
-    row_starts = kept.new_zeros(B * H * num_rows + 1, dtype=torch.int64)
-    # each begins with an empty part, since torch.cat needs one
-    columns_of_parts = [kept.new_zeros(0)]
-    masks_of_parts = list(columns_of_parts)
-    part_rows = max(1, _CHUNK // max(1, num_columns))
-    for index, part in enumerate(kept.reshape(B * H * num_rows, kept.shape[3]).split(part_rows)):
-        is_kept = unpacked(part, num_columns)
-        row, column = is_kept.nonzero().unbind(1)
-        row_starts[1 + index * part_rows :][: part.shape[0]] = is_kept.sum(-1)
-        columns_of_parts.append(column.to(torch.int32))
-        if deltas:
-            delta = (row + index * part_rows) % num_rows * q_block + query_offset - column * k_block
-            # −1: every pair of the block is kept
-            masks_of_parts.append(torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1).to(torch.int32))
-    checked_total(sum(len(x) for x in columns_of_parts))
-    masks, interval = torch.cat(masks_of_parts) if deltas else None, None
+    num_lists, part_rows = B * H * num_rows, max(1, _CHUNK // max(1, num_columns))
+    parts = kept.reshape(num_lists, kept.shape[3]).split(part_rows)
+    listed = [unpacked(part, num_columns).nonzero().to(torch.int32).unbind(1) for part in parts]
+    # the index group · num_rows + row of each entry
+    row = torch.cat([row + index * part_rows for index, (row, _) in enumerate(listed)])
+    column = torch.cat([column for _, column in listed])
+    checked_total(len(column))
+    masks, interval = None, None
+    if deltas:
+        delta = row % num_rows * q_block + query_offset - column * k_block
+        # −1: every pair of the block is kept
+        masks = torch.where(delta < k_block - 1, (delta - deltas.start) // deltas.step, -1)
     if masks is not None and bool((masks >= 0).any()):
         # each query sees the keys up to its own position
         high = torch.arange(query_offset + 1, query_offset + num_queries + 1, dtype=torch.int32, device=kept.device).clamp(max=num_keys)
@@ -230,8 +222,9 @@ def lists_of_kept(
     else:
         # causality cuts no block, so kernels need not read masks
         masks, deltas = None, range(0)
+    row_starts = torch.searchsorted(row, torch.arange(num_lists + 1, dtype=torch.int32, device=row.device), out_int32=True)
     return BlockLists(
-        num_queries, num_keys, q_block, k_block, B, H, row_starts.cumsum(0).to(torch.int32), torch.cat(columns_of_parts), masks,
+        num_queries, num_keys, q_block, k_block, B, H, row_starts, column, masks,
         _causal_bits(q_block, k_block, deltas, kept.device), interval,
     )  # fmt: skip
 

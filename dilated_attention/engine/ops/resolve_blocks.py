@@ -170,15 +170,13 @@ def _launches(capabilities: Capabilities, lists: BlockLists, tensors: Tensors, o
     if at_once == B:
         return [(slice(None), lists, options)]
     slices = [slice(start, min(start + at_once, B)) for start in range(0, B, at_once)]
-    return [(entries, _lists_of(lists, entries), _options_of(options, entries)) for entries in slices]
-
-
-def _lists_of(lists: BlockLists, entries: slice) -> BlockLists:
-    """Returns the lists of some batch entries."""
-    if lists.num_batch == 1:
-        return lists
-    first, last = entries.start * lists.num_heads, entries.stop * lists.num_heads
-    return select_groups(lists, first, last, num_batch=entries.stop - entries.start)
+    launches = []
+    for entries in slices:
+        own, heads = lists, lists.num_heads
+        if lists.num_batch > 1:
+            own = select_groups(lists, entries.start * heads, entries.stop * heads, num_batch=entries.stop - entries.start)
+        launches.append((entries, own, _options_of(options, entries)))
+    return launches
 
 
 def _options_of(options: Options, entries: slice) -> Options:

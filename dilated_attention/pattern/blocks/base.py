@@ -133,8 +133,6 @@ class BlockPattern(Pattern):
     """
 
     block_size: int | tuple[int, int] = field(default=128, kw_only=True)
-    q_block: int = field(init=False, repr=False, compare=False)
-    k_block: int = field(init=False, repr=False, compare=False)
 
     # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
     # then does decoding a token from cached keys give the same result as the forward of any longer sequence
@@ -146,6 +144,8 @@ class BlockPattern(Pattern):
     is_chosen: ClassVar[bool] = False
     # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
     holds_objects: ClassVar[bool] = False
+    # the patterns that it is made of
+    parts: ClassVar[tuple[BlockPattern, ...]] = ()
     # (name, least, most) of fields that are integers
     limits: ClassVar[tuple[tuple[str, int, int], ...]] = ()
 
@@ -174,10 +174,18 @@ class BlockPattern(Pattern):
                 cls.per_head = property(lambda self: inherited.__get__(self) or BlockPattern.per_head.__get__(self))  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self._set_blocks(checked_block_size(self.block_size))
+        self._set(block_size=checked_block_size(self.block_size))
         for name, least, most in self.limits:
             self._set(**{name: as_int(name, getattr(self, name), minimum=least, maximum=most)})
         self._name_object()
+
+    @property
+    def q_block(self) -> int:
+        return self.block_size[0]  # type: ignore[index]
+
+    @property
+    def k_block(self) -> int:
+        return self.block_size[1]  # type: ignore[index]
 
     @classmethod
     def random(cls, draw: Any, **fields: Any) -> BlockPattern:
@@ -249,15 +257,12 @@ class BlockPattern(Pattern):
     @property
     def reads_batch(self) -> bool:
         """Whether the pairs may differ between batch entries. The pattern is then that of entry 0 alone (see ``check_batch``)."""
-        return False
+        return any(part.reads_batch for part in self.parts)
 
     def _set(self, **values: Any) -> None:
         """Sets fields, for ``__post_init__``: the record is frozen."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def _set_blocks(self, block_size: tuple[int, int]) -> None:
-        self._set(block_size=block_size, q_block=block_size[0], k_block=block_size[1])
 
     @abstractmethod
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
@@ -304,6 +309,8 @@ class BlockPattern(Pattern):
 
     def check(self, num_positions: int, num_heads: int) -> None:
         """Raises ValueError if the pattern does not exist for this number of positions or heads."""
+        for part in self.parts:
+            part.check(num_positions, num_heads)
 
     def check_batch(self, num_batch: int) -> None:
         """Raises ValueError if the pairs differ between the entries of a batch of this size: a pattern holds for all of them."""
@@ -378,12 +385,6 @@ class BlockPattern(Pattern):
         from dilated_attention.pattern.blocks.block_lists import count_pairs
 
         return count_pairs(self, num_positions, num_heads, is_causal=is_causal)
-
-    def positions_of_lists(self, num_positions: int) -> int:
-        """Returns the number of positions for which the lists are built that ``num_positions`` use. If the pattern shares lists, they are
-        built for whole blocks; else for just these positions."""
-        shares = self.shares_lists and self.q_block == self.k_block
-        return -(-num_positions // self.q_block) * self.q_block if shares else num_positions
 
     def long_cell_pairs(self, num_positions: int, num_heads: int, cell: int, is_causal: bool) -> Tensor:
         """Counts the kept pairs in squares of ``cell`` × ``cell`` positions, int64 (num_heads, cells, cells), from the lists of blocks: for

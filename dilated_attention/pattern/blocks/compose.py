@@ -9,7 +9,7 @@ import json
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,12 +45,14 @@ from dilated_attention.pattern.checks import one_of
 class _Composite(BlockPattern):
     """A pattern composed of ``parts`` with the same block size."""
 
-    parts: tuple[BlockPattern, ...]
+    parts: tuple[BlockPattern, ...] = field()  # type: ignore[misc]
     block_size: int | tuple[int, int] = field(init=False, repr=False, compare=False)
 
     # of two parts: whether both together keep a pair, from whether each keeps it; and a block's state, from its states in each
     join: ClassVar[Callable[..., Tensor]]
     join_states: ClassVar[Callable[..., Tensor]]
+    # of all parts: the cost of the whole, from theirs
+    join_costs: ClassVar[Any]
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -67,8 +69,7 @@ class _Composite(BlockPattern):
                 )
             if part.block_size != (size := self.parts[0].block_size):
                 raise ValueError(f"{name} got patterns with block_size {size} and {part.block_size}; give all of them the same block_size")
-        self._set(parts=tuple(self.parts))
-        self._set_blocks((self.parts[0].q_block, self.parts[0].k_block))
+        self._set(parts=tuple(self.parts), block_size=self.parts[0].block_size)
 
     @classmethod
     def of(cls, *patterns: BlockPattern) -> _Composite:
@@ -82,10 +83,6 @@ class _Composite(BlockPattern):
         return any(part.per_head for part in self.parts)
 
     @property
-    def reads_batch(self) -> bool:
-        return any(part.reads_batch for part in self.parts)
-
-    @property
     def is_prefix_stable(self) -> bool:  # type: ignore[override]
         return all(part.is_prefix_stable for part in self.parts)
 
@@ -93,16 +90,15 @@ class _Composite(BlockPattern):
     def shares_lists(self) -> bool:  # type: ignore[override]
         return all(part.shares_lists for part in self.parts)
 
-    def check(self, num_positions: int, num_heads: int) -> None:
-        for part in self.parts:
-            part.check(num_positions, num_heads)
-
     def at(self, num_positions: int) -> BlockPattern:
         return type(self)(tuple(part.at(num_positions) for part in self.parts))
 
     def causal(self) -> BlockPattern:
         # part by part, so that blocks above the diagonal are never listed
         return type(self)(tuple(part.causal() for part in self.parts))
+
+    def cost(self, grid: Grid) -> float:
+        return type(self).join_costs(part.cost(grid) for part in self.parts)
 
     @property
     def distinct_parts(self) -> tuple[BlockPattern, ...]:
@@ -151,7 +147,7 @@ class _Composite(BlockPattern):
 class Union(_Composite):
     """The pairs that any of the parts keeps: ``a | b``."""
 
-    join, join_states = operator.or_, torch.maximum
+    join, join_states, join_costs = operator.or_, torch.maximum, sum
 
     def columns(self, grid: Grid, heads: Heads) -> Blocks:
         numbers = []
@@ -160,15 +156,12 @@ class Union(_Composite):
             numbers.append(grid.block_number(group * grid.num_rows + row - grid.first_row, column))
         return grid.blocks_of(torch.unique(torch.cat(numbers)))
 
-    def cost(self, grid: Grid) -> float:
-        return sum(part.cost(grid) for part in self.parts)
-
 
 @dataclass(frozen=True)
 class Intersection(_Composite):
     """The pairs that every part keeps: ``a & b``. The part with the fewest blocks is listed, and the others classify these blocks."""
 
-    join, join_states = operator.and_, torch.minimum
+    join, join_states, join_costs = operator.and_, torch.minimum, min
 
     @property
     def dense_window(self) -> Sides | None:
@@ -186,9 +179,6 @@ class Intersection(_Composite):
     def columns(self, grid: Grid, heads: Heads) -> Blocks:
         return self.columns_of(min(self.parts, key=lambda part: part.cost(grid)), grid, heads)
 
-    def cost(self, grid: Grid) -> float:
-        return min(part.cost(grid) for part in self.parts)
-
     def interval(self, positions: Tensor, num_positions: int) -> Ends | None:
         intervals = [ends for part in self.parts if (ends := part.interval(positions, num_positions)) is not None]
         if len(intervals) < len(self.parts):
@@ -204,6 +194,8 @@ class PerHead(_Composite):
     Args:
         parts: one pattern for each head. Of a part that differs between heads, head h uses that of head h.
     """
+
+    join_costs = max
 
     @property
     def per_head(self) -> bool:
@@ -246,9 +238,6 @@ class PerHead(_Composite):
             key[blocks] = numbers + first_key
             first_key += num_keys
         return state, key
-
-    def cost(self, grid: Grid) -> float:
-        return max(part.cost(grid) for part in self.parts)
 
 
 def _numbered(keys: Tensor) -> tuple[Tensor, int]:

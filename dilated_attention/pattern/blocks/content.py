@@ -134,8 +134,8 @@ class TopBlocks(BlockPattern):
         return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
 
     @property
-    def reads_batch(self) -> bool:
-        return any(pattern is not None and pattern.reads_batch for pattern in (self.always, self.within))
+    def parts(self) -> tuple[BlockPattern, ...]:  # type: ignore[override]
+        return tuple(pattern for pattern in (self.always, self.within) if pattern is not None)
 
     def queries_are_before(self, is_causal: bool) -> bool:
         """Whether rows are scored by the queries up to and including their first one."""
@@ -212,11 +212,6 @@ class TopBlocks(BlockPattern):
                 f"choose(q, k), and .pairs() of what it returns, or ask for a multiple of {self.k_block}"
             )
         return num_heads * pairs
-
-    def check(self, num_positions: int, num_heads: int) -> None:
-        for pattern in (self.always, self.within):
-            if pattern is not None:
-                pattern.check(num_positions, num_heads)
 
     def allowed(self, *_: Any) -> NoReturn:
         raise ValueError(f"{self!r} keeps blocks by what q and k hold; call its choose(q, k) for the pattern of these tensors")

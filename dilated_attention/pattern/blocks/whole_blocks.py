@@ -145,18 +145,18 @@ class Axial(WholeBlocks):
         return same_row | same_column
 
     def columns(self, grid: Grid, heads: Heads) -> Blocks:
-        first, last = grid.queries(grid.rows())
-        end = grid.num_positions
-        if self.width <= grid.q_block:
+        width, last_position = self.width, grid.num_positions - 1
+        if width <= grid.q_block:
             return super().columns(grid, heads)
-        stretch = (last // self.width + 1) * self.width
-        same_row = elements_of(first // self.width * self.width // grid.k_block, (stretch.clamp(max=end) - 1) // grid.k_block + 1)
-        index, step = elements_of(-(last // self.width), (end - 1 - first) // self.width + 1)
-        low = (first[index] + step * self.width).clamp(min=0) // grid.k_block
-        high = (last[index] + step * self.width).clamp(max=end - 1) // grid.k_block + 1
-        which, column = elements_of(low, high)
-        blocks = [grid.block_number(*blocks) for blocks in (same_row, (index[which], column))]
-        return grid.blocks_of(torch.unique(torch.cat(blocks)))
+        first, last = grid.queries(grid.rows())
+        # of each row of blocks, every row of the image, by its distance from the queries' own
+        index, step = elements_of(-(last // width), (last_position - first) // width + 1)
+        first, last = first[index], last[index]
+        # the own ones are kept from end to end, of the others what is above and below the queries
+        low = torch.where(step == 0, first // width * width, first + step * width)
+        high = torch.where(step == 0, (last // width + 1) * width - 1, last + step * width)
+        which, column = elements_of(low.clamp(min=0) // grid.k_block, high.clamp(max=last_position) // grid.k_block + 1)
+        return grid.blocks_of(torch.unique(grid.block_number(index[which], column)))
 
     def cost(self, grid: Grid) -> float:
         return min((self.width + grid.q_block) / grid.k_block + 2 * (grid.num_positions / self.width + 1), grid.num_columns)

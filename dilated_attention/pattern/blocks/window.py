@@ -140,7 +140,12 @@ class Document(IntervalPattern):
             )
 
     def classify(self, grid: Grid, head: Tensor, row: Tensor, column: Tensor) -> States:
-        return super().classify(grid, head, row, column)[0], grid.block_number(row, column)
+        first_query, last_query = grid.queries(row)
+        ends = self.reach(first_query, grid.num_positions)
+        low, high = ((x - column * grid.k_block).clamp(0, grid.k_block) for x in ends)
+        # all queries of a row in one document keep the same keys; the mask of other blocks is their own
+        key = torch.where(last_query < ends[1], -1 - (low * (grid.k_block + 1) + high), grid.block_number(row, column))
+        return super().classify(grid, head, row, column)[0], key
 
     def cost(self, grid: Grid) -> float:
         return sum(length**2 for length in self.lengths) / max(grid.num_positions, 1) / grid.k_block + 2
