@@ -133,6 +133,8 @@ class BlockPattern(Pattern):
     """
 
     block_size: int | tuple[int, int] = field(default=128, kw_only=True)
+    q_block: int = field(init=False, repr=False, compare=False)
+    k_block: int = field(init=False, repr=False, compare=False)
 
     # whether position t keeps the same keys j ≤ t in every sequence that contains it, whatever follows; False: no, or not known. Only
     # then does decoding a token from cached keys give the same result as the forward of any longer sequence
@@ -174,18 +176,10 @@ class BlockPattern(Pattern):
                 cls.per_head = property(lambda self: inherited.__get__(self) or BlockPattern.per_head.__get__(self))  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self._set(block_size=checked_block_size(self.block_size))
+        self._set_blocks(checked_block_size(self.block_size))
         for name, least, most in self.limits:
             self._set(**{name: as_int(name, getattr(self, name), minimum=least, maximum=most)})
         self._name_object()
-
-    @property
-    def q_block(self) -> int:
-        return self.block_size[0]  # type: ignore[index]
-
-    @property
-    def k_block(self) -> int:
-        return self.block_size[1]  # type: ignore[index]
 
     @classmethod
     def random(cls, draw: Any, **fields: Any) -> BlockPattern:
@@ -263,6 +257,9 @@ class BlockPattern(Pattern):
         """Sets fields, for ``__post_init__``: the record is frozen."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _set_blocks(self, block_size: tuple[int, int]) -> None:
+        self._set(block_size=block_size, q_block=block_size[0], k_block=block_size[1])
 
     @abstractmethod
     def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:

@@ -71,25 +71,20 @@ class BlockLists:
     masks: Tensor | None
     bits: Tensor
     interval: Ends | None = None
+    num_rows: int = field(init=False)
+    num_columns: int = field(init=False)
+    num_groups: int = field(init=False)
+    num_entries: int = field(init=False)
     # what backends derive from the lists, by key, each once (``derived``). The key "source" is special: it has the lists that these were
     # made from, with the same blocks: before a copy to a GPU (``on``), or with a longer last block (``of_length``)
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def num_rows(self) -> int:
-        return -(-self.num_queries // self.q_block)
-
-    @cached_property
-    def num_columns(self) -> int:
-        return -(-self.num_keys // self.k_block)
-
-    @property
-    def num_groups(self) -> int:
-        return self.num_batch * self.num_heads
-
-    @property
-    def num_entries(self) -> int:
-        return self.columns.shape[0]
+    def __post_init__(self) -> None:
+        # the record is frozen
+        self.__dict__.update(
+            num_rows=-(-self.num_queries // self.q_block), num_columns=-(-self.num_keys // self.k_block),
+            num_groups=self.num_batch * self.num_heads, num_entries=self.columns.shape[0],
+        )  # fmt: skip
 
     def derived(self, key: Hashable, make: Callable[[BlockLists], T], *, by_length: bool = False) -> T:
         """Returns ``make(self)``, computed once. If these lists have a source, the source makes it, and it is moved to their device.

@@ -69,7 +69,8 @@ class _Composite(BlockPattern):
                 )
             if part.block_size != (size := self.parts[0].block_size):
                 raise ValueError(f"{name} got patterns with block_size {size} and {part.block_size}; give all of them the same block_size")
-        self._set(parts=tuple(self.parts), block_size=self.parts[0].block_size)
+        self._set(parts=tuple(self.parts))
+        self._set_blocks((self.parts[0].q_block, self.parts[0].k_block))
 
     @classmethod
     def of(cls, *patterns: BlockPattern) -> _Composite:
