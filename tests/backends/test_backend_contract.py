@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ MATH = registry.get("math")
 PACKAGE = Path(dilated_attention.__file__).parent
 
 
-def backends(device: str, dtype: torch.dtype, **wanted: bool) -> list[str]:
-    request = AttentionRequest(hardware=detect(device), dtype=dtype, head_dim=64, needs_grad=True, **wanted)
+def backends(device: str, dtype: torch.dtype, **wanted: Any) -> list[str]:
+    request = AttentionRequest(hardware=detect(device), dtype=dtype, needs_grad=True, **{"head_dim": 64} | wanted)
     return [name for name, reasons in registry.table(request) if not reasons]
 
 
@@ -80,7 +81,7 @@ def test_results_go_to_views_or_are_copied_there(device: str) -> None:
 
 def test_gradients_of_a_head_that_many_query_heads_read_are_summed_in_float32(device: str) -> None:
     case = Case(pattern=DilatedPattern((2**62,), (1,)), num_queries=192, num_keys=192, heads=64, kv_heads=1, head_dim=16, is_causal=True)
-    for name in backends(device, torch.bfloat16):
+    for name in backends(device, torch.bfloat16, head_dim=16, num_heads=64, num_kv_heads=1, causal=True):
         assert [result for result in measure(case, name, torch.bfloat16, device) if not result.passes] == [], name
 
 
