@@ -297,15 +297,15 @@ def find_slides(folder: Path, labels_file: Path | None, *, skip_missing: bool = 
 
 
 def read_labels(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
-    """{slide id: row} of a CSV (commas, semicolons or tabs, as its first line), and the name of its column of patients."""
+    """{slide id: row} of a CSV (commas, semicolons or tabs between them), and the name of its column of patients."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            # spreadsheets write semicolons where a comma is the decimal sign, and tabs
-            header = file.readline()
-            file.seek(0)
-            rows = list(csv.DictReader(file, delimiter=max(",;\t", key=header.count)))
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"--labels {path} cannot be read ({error}); expected a CSV file with the columns slide_id and label") from error
+    # spreadsheets write semicolons where a comma is the decimal sign, and tabs
+    tables = [list(csv.DictReader(lines, delimiter=delimiter)) for delimiter in ",;\t"]
+    rows = next((table for table in tables if table and {"slide_id", "label"} <= set(table[0])), tables[0])
     if not rows or not {"slide_id", "label"} <= set(rows[0]):
         raise Refused(f"--labels {path} has the columns {', '.join(map(str, rows[0])) if rows else 'of no row'}; expected slide_id, label")
     column = next((name for name in PATIENTS if name in rows[0]), None)

@@ -192,9 +192,10 @@ def explain_backend(
         raise TypeError(f"pattern is {shown(pattern)} ({type(pattern).__name__}); expected a DilatedPattern, or block_size= for blocks")
     if (pattern is None) != (num_positions is None):
         raise ValueError("pattern or num_positions is given without the other; give both to ask about a call, or neither")
+    if num_positions is not None:
+        num_positions = as_int("num_positions", num_positions, minimum=1)
     length = 0 if length is None and pattern is not None else as_int("length", length, minimum=0)
     if pattern is not None and num_positions is not None:
-        num_positions = as_int("num_positions", num_positions, minimum=1)
         # the rows of the largest problem; a segment may be longer than the sequence
         length = length or max(-(-min(w, num_positions) // r) for w, r in pattern.branches)
     head_dim, num_heads, num_kv_heads = check_counts(head_dim, num_heads, num_kv_heads)

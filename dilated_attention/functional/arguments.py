@@ -236,11 +236,12 @@ def checked_sharding(q: torch.Tensor, k: torch.Tensor, options: Options, blocks:
     steps = 0 if options.head_steps is None else as_int("head_steps", options.head_steps, minimum=1)
     lse_grad = options.return_lse and options.mixture_grad == "exact"
     sharding = options.group, options.layout, exchange, check.check_timeout(options.timeout), lse_grad, steps
+    length = checked_length(q, k, options.seq_len)
     if exchange == "all_to_all":
         reason = why_no_heads(q.shape[2], k.shape[2], place_in(options.group)[1], options.branch_heads)
         if reason is not None:
             raise ValueError(f"exchange={exchange!r}: {reason}; use exchange='all_gather', which does not divide the heads")
-    return sharding, checked_length(q, k, options.seq_len)
+    return sharding, length
 
 
 def checked_length(q: torch.Tensor, k: torch.Tensor, seq_len: Any) -> int:

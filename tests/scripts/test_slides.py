@@ -417,8 +417,9 @@ def test_the_public_picture_of_tissue(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
-def test_labels_are_separated_as_their_first_line_is(separator: str, part: Callable[[str], Any], tmp_path: Path) -> None:
-    rows = [["slide_id", "age", "label", "patient"], ["a.svs", "61,5" if separator == ";" else "61", "yes", "p"]]
+def test_labels_are_separated_by_what_gives_their_columns(separator: str, part: Callable[[str], Any], tmp_path: Path) -> None:
+    stage = '"T, N, M, grade"' if separator == ";" else '"T; N; M; grade"'
+    rows = [["slide_id", stage, "label", "patient"], ["a.svs", "61,5" if separator == ";" else "61", "yes", "p"]]
     (tmp_path / "labels.csv").write_text("\n".join(map(separator.join, rows)))
     table, column = part("_slides").read_labels(tmp_path / "labels.csv")
     assert column == "patient" and [row["label"] for row in table.values()] == ["yes"]
