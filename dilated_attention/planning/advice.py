@@ -97,8 +97,7 @@ def recommend(
     Args:
         use_case: a key of ``USE_CASES``.
         length: N, positions of a sequence; for ``"torchscale"`` tiles of a slide, for ``"serving"`` positions of a request.
-        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), with flash-attn-4 and triton installed; ``"cpu"``; None: this
-            machine.
+        gpu: ``"H200"``, ``"A100"``, … (``planning.gpus.GPUS``), with flash-attn-4 and triton; ``"cpu"``; None: this machine.
         memory: GiB of each device, instead of its actual memory.
         parameters: of the model; None: one attention layer, or for decoding the preset ``llama-1b``.
         heads, head_dim: of queries; None: the usual ones for this number of parameters.

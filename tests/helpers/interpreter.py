@@ -89,7 +89,7 @@ def make_fast() -> None:
     TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype = _broadcast, _numpy_dtype
     # a launch has patched the language before it calls a device function
     interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = lambda fn: _patch(_LANGUAGE), _call
-    # computes each sum of integers twice, for an assertion that only ``debug`` makes
     interpreter.GridExecutor.__call__ = _run
+    # computes each sum of integers twice, for an assertion that only ``debug`` makes
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
