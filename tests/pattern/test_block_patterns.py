@@ -278,7 +278,7 @@ def test_specs_copies_and_pickles(pattern: BlockPattern) -> None:
     assert again == pattern and hash(again) == hash(pattern) and again.spec() == pattern.spec()
     if not pattern.is_bound_to_process:
         assert pickle.loads(pickle.dumps(pattern)) == copy.deepcopy(pattern) == pattern
-        assert pattern.parts or eval(repr(pattern), vars(patterns)) == pattern
+        assert pattern._parts or eval(repr(pattern), vars(patterns)) == pattern
     # configurations of models hold them
     assert LocalWindow(3).spec() == '{"pattern":"LocalWindow","block_size":[128,128],"window":[3,3]}'
 

@@ -1,5 +1,6 @@
 """Patterns of one's own: derived from the library's, and defined again under the same name, as notebooks do."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -72,6 +73,19 @@ def test_a_derived_class_whose_heads_differ(base: BlockPattern) -> None:
     mask = pattern.dense_mask(N, N, H)
     assert not torch.equal(*mask)
     torch.testing.assert_close(block_sparse_attention(Q, K, V, pattern), by_hand(mask))
+
+
+def test_a_field_may_have_any_name_of_ones_own() -> None:
+    @dataclass(frozen=True)
+    class Parts(BlockPattern):
+        parts: int
+
+        def allowed(self, queries: Tensor, keys: Tensor, heads: Tensor, num_positions: int) -> Tensor:
+            return queries % self.parts == keys % self.parts
+
+    for pattern in (Parts(3), Parts(3) | LocalWindow(9)):
+        torch.testing.assert_close(block_sparse_attention(Q, K, V, pattern), by_hand(pattern.dense_mask(N, N, H)))
+        assert not pattern.reads_batch
 
 
 def test_what_a_class_or_its_own_bases_say_is_kept() -> None:

@@ -146,8 +146,8 @@ class BlockPattern(Pattern):
     is_chosen: ClassVar[bool] = False
     # whether it holds a Python function or a tensor, which cannot be serialized: ``spec`` then refers to the live object
     holds_objects: ClassVar[bool] = False
-    # the patterns that it is made of
-    parts: ClassVar[tuple[BlockPattern, ...]] = ()
+    # the patterns that it is made of; a pattern of one's own may have a field ``parts``
+    _parts: ClassVar[tuple[BlockPattern, ...]] = ()
     # (name, least, most) of fields that are integers
     limits: ClassVar[tuple[tuple[str, int, int], ...]] = ()
 
@@ -251,7 +251,7 @@ class BlockPattern(Pattern):
     @property
     def reads_batch(self) -> bool:
         """Whether the pairs may differ between batch entries. The pattern is then that of entry 0 alone (see ``check_batch``)."""
-        return any(part.reads_batch for part in self.parts)
+        return any(part.reads_batch for part in self._parts)
 
     def _set(self, **values: Any) -> None:
         """Sets fields, for ``__post_init__``: the record is frozen."""
@@ -306,7 +306,7 @@ class BlockPattern(Pattern):
 
     def check(self, num_positions: int, num_heads: int) -> None:
         """Raises ValueError if the pattern does not exist for this number of positions or heads."""
-        for part in self.parts:
+        for part in self._parts:
             part.check(num_positions, num_heads)
 
     def check_batch(self, num_batch: int) -> None:

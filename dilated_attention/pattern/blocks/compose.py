@@ -45,7 +45,7 @@ from dilated_attention.pattern.checks import one_of
 class _Composite(BlockPattern):
     """A pattern composed of ``parts`` with the same block size."""
 
-    parts: tuple[BlockPattern, ...] = field()  # type: ignore[misc]
+    parts: tuple[BlockPattern, ...]
     block_size: int | tuple[int, int] = field(init=False, repr=False, compare=False)
 
     # of two parts: whether both together keep a pair, from whether each keeps it; and a block's state, from its states in each
@@ -78,6 +78,10 @@ class _Composite(BlockPattern):
         # a derived class with an ``allowed`` of its own may keep others than its parts
         parts = (x.parts if isinstance(x, cls) and type(x).allowed is cls.allowed else (x,) for x in patterns)
         return cls(tuple(itertools.chain.from_iterable(parts)))
+
+    @property
+    def _parts(self) -> tuple[BlockPattern, ...]:  # type: ignore[override]
+        return self.parts
 
     @property
     def per_head(self) -> bool:

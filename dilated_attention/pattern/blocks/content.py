@@ -134,7 +134,7 @@ class TopBlocks(BlockPattern):
         return f"TopBlocks({', '.join([*parts, f'block_size={block_size}'])})"
 
     @property
-    def parts(self) -> tuple[BlockPattern, ...]:  # type: ignore[override]
+    def _parts(self) -> tuple[BlockPattern, ...]:  # type: ignore[override]
         return tuple(pattern for pattern in (self.always, self.within) if pattern is not None)
 
     def queries_are_before(self, is_causal: bool) -> bool:
