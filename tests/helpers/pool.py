@@ -151,6 +151,7 @@ class Pool:
         """
         if not self.processes:
             self._open()
+        self._signal(signal.SIGCONT)
         task = pickle.dumps((function, args))
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -183,7 +184,16 @@ class Pool:
             told = "\n".join(f"--- rank {rank} of {self.world}: {errors[rank]}" for rank in sorted(errors))
             name = getattr(function, "__name__", function)
             raise PoolError(f"{name}: ranks {sorted(errors)} of {self.world} failed\n{told}")
+        self._signal(signal.SIGSTOP)
         return [results[rank] for rank in range(self.world)]
+
+    def _signal(self, signal_: signal.Signals) -> None:
+        """Between cases, processes stand still: each group that gloo has made keeps a thread that wakes a hundred times a second, and the
+        hundreds of them that idle pools have took a quarter of two cores."""
+        if not self.on_gpus:
+            for process in self.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal_)
 
     def close(self) -> None:
         if self._owner != os.getpid():
