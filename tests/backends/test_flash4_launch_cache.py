@@ -48,24 +48,28 @@ def test_later_calls_run_the_kernels_on_their_own_tensors() -> None:
     for call in range(4):
         x, y = torch.randn(4, 8), torch.empty(4, 8)
         assert torch.equal(run(replay, interface, x, y), x * 2 * 3.0 + 1)
-        assert interface.count == {"calls": 1, "kernels": 2 * call + 2}
+        # a first call may be the only one with its length, so the second is recorded
+        assert interface.count == {"calls": min(call + 1, 2), "kernels": 2 * call + 2}
     assert type(interface.main.compile_cache) is dict, "the caches are put back"
 
 
 @pytest.mark.parametrize("change", ["shape", "stride", "scale", "dtype"])
 def test_what_the_kernels_may_depend_on_is_recorded_apart(change: str) -> None:
     interface, replay = make_interface(), Replay(("pre", "main"), num_scratch=1)
-    run(replay, interface, torch.randn(4, 8), torch.empty(4, 8))
+    for _ in range(3):
+        run(replay, interface, torch.randn(4, 8), torch.empty(4, 8))
     x = {"shape": torch.randn(2, 8), "stride": torch.randn(8, 4).t(), "dtype": torch.randn(4, 8).double()}.get(change, torch.randn(4, 8))
     scale = 5.0 if change == "scale" else 3.0
-    torch.testing.assert_close(run(replay, interface, x, torch.empty(x.shape, dtype=x.dtype), scale), x * 2 * scale + 1, atol=1e-5, rtol=0)
-    assert interface.count["calls"] == 2
+    for calls in (3, 4, 4):
+        y = run(replay, interface, x, torch.empty(x.shape, dtype=x.dtype), scale)
+        torch.testing.assert_close(y, x * 2 * scale + 1, atol=1e-5, rtol=0)
+        assert interface.count["calls"] == calls
 
 
 def test_the_oldest_recording_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4_launch_cache, "_MOST_PROGRAMS", 2)
     interface, replay = make_interface(), Replay(("pre", "main"), num_scratch=1)
-    for rows, calls in ((1, 1), (2, 2), (3, 3), (3, 3), (2, 3), (1, 4)):
+    for rows, calls in ((1, 1), (1, 2), (2, 3), (2, 4), (2, 4), (1, 4), (3, 5), (2, 5), (1, 6), (1, 7)):
         run(replay, interface, torch.randn(rows, 8), torch.empty(rows, 8))
         assert interface.count["calls"] == calls
 
@@ -86,8 +90,10 @@ def test_what_would_not_be_the_same_goes_the_long_way(why: str) -> None:
 
 def test_an_error_in_the_recorded_call_puts_the_caches_back() -> None:
     interface, replay = make_interface(), Replay(("pre", "main"), num_scratch=1)
-    with pytest.raises(RuntimeError):
-        run(replay, interface, torch.randn(4, 8), torch.empty(3, 3))
+    run(replay, interface, torch.randn(4, 8), torch.empty(4, 8))
+    interface.main.compile_cache["key"] = None
+    with pytest.raises(TypeError):
+        run(replay, interface, torch.randn(4, 8), torch.empty(4, 8))
     assert type(interface.main.compile_cache) is dict
 
 
@@ -115,4 +121,4 @@ def test_scratch_that_kernels_add_to_starts_as_zeros_again() -> None:
         x, y = torch.randn(4), torch.empty(4)
         replay(interface, (x, y), (), call)
         assert torch.equal(y, 2 * x)
-    assert calls == 1
+    assert calls == 2

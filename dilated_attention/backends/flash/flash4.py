@@ -317,11 +317,20 @@ def _tables(lists: BlockLists, of_columns: bool, together: int) -> Iterator[Bloc
         for first in range(0, H, step):
             last = min(first + step, H)
             lists_of_table = torch.arange(B * H * blocks, device=starts.device).view(B, H, blocks)[:, first:last, start:end].flatten()
-            row, entry = elements_of(starts[lists_of_table].long(), starts[lists_of_table + 1].long())
+            begins, ends = starts[lists_of_table].long(), starts[lists_of_table + 1].long()
+            row, entry = elements_of(begins, ends)
             other, shape = others.index_select(0, entry), (B, last - first, end - start)
-            whole = torch.ones_like(entry, dtype=torch.bool) if masks is None else masks.index_select(0, entry) < 0
-            parts = (kept.nonzero()[:, 0] for kept in (~whole, whole))
-            partial, full = (_side(row.index_select(0, part), other.index_select(0, part), shape, most) for part in parts)
+            if masks is None:
+                # to look for masked blocks would wait for the GPU
+                partial, full = (
+                    _side(row[:0], other[:0], torch.zeros_like(begins), shape, most),
+                    _side(row, other, ends - begins, shape, most),
+                )
+            else:
+                whole = masks.index_select(0, entry) < 0
+                parts = (kept.nonzero()[:, 0] for kept in (~whole, whole))
+                rows = ((row.index_select(0, part), other.index_select(0, part)) for part in parts)
+                partial, full = (_side(*some, torch.bincount(some[0], minlength=len(begins)), shape, most) for some in rows)
             yield BlockTable((first, last), start, end, partial, full)
 
 
@@ -336,11 +345,10 @@ def _runs(longest: Tensor) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds)) if len(bounds) - 1 <= _MOST_RUNS else [(0, blocks)]
 
 
-def _side(row: Tensor, other: Tensor, shape: tuple[int, int, int], most: int) -> tuple[Tensor, Tensor]:
-    """Builds (counts, indices) of entries by scattering each to its place."""
-    counts = torch.bincount(row, minlength=shape[0] * shape[1] * shape[2])
+def _side(row: Tensor, other: Tensor, counts: Tensor, shape: tuple[int, int, int], most: int) -> tuple[Tensor, Tensor]:
+    """Builds (counts, indices) of entries by scattering each to its place; ``counts``: of the entries of each list."""
     # rounds the width up, so that similar widths share whatever is compiled per shape
-    longest = int(counts.max()) if counts.numel() else 0
+    longest = int(counts.max()) if len(row) else 0
     width = max(1, min(-(-longest // 16) * 16, most))
     place = torch.arange(row.shape[0], device=row.device) - (counts.cumsum(0) - counts)[row]
     indices = row.new_zeros((counts.shape[0], width), dtype=torch.int32)

@@ -1,9 +1,10 @@
 """Replays FlashAttention-4's compiled kernels without its Python code: a launch then costs microseconds of CPU time instead of 100-200.
 
 The interface recomputes tile sizes, compile keys and validations in Python at every call. A dilated attention makes tens of short
-launches, so at 32,000 positions the CPU would be the bottleneck. So the first call with given shapes and strides goes through the
+launches, so at 32,000 positions the CPU would be the bottleneck. So the second call with given shapes and strides goes through the
 interface while its kernel caches are watched: it records which compiled kernels ran, in which order, on which tensors. Later calls with
-the same shapes, strides and alignment run those kernels on their own tensors, with newly allocated scratch memory.
+the same shapes, strides and alignment run those kernels on their own tensors, with newly allocated scratch memory. A first call is not
+recorded, which costs nearly as much as the call: where lengths change with every step, there is no second one.
 
 Where a replay might not be the same computation, nothing is recorded and every call goes through the interface: if two inputs are the same
 view, if the interface copies inputs first, if it uses more scratch memory than expected, or if its caches are not found.
@@ -16,7 +17,7 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,8 +45,8 @@ class Replay:
         self._owners = owners
         self._num_scratch = num_scratch
         self._num_zeroed = num_zeroed
-        # None for calls that cannot be replayed
-        self._programs: OrderedDict[Hashable, _Program | None] = OrderedDict()
+        # False for calls that were made once, None for those that cannot be replayed
+        self._programs: OrderedDict[Hashable, _Program | Literal[False] | None] = OrderedDict()
 
     def __call__(
         self,
@@ -65,12 +66,14 @@ class Replay:
         # the dtypes of the other tensors follow from the first
         key = (shapes, settings, first.dtype, first.device, *[x.data_ptr() % 16 for x in tensors])
         program = self._programs.get(key)
-        if program is not None:
+        if program:
             program(tensors)
-        elif key in self._programs or not all(hasattr(getattr(interface, name, None), "compile_cache") for name in self._owners):
-            call()
-        else:
+        elif program is False and all(hasattr(getattr(interface, name, None), "compile_cache") for name in self._owners):
             self._record(interface, key, tensors, call)
+        else:
+            call()
+            if key not in self._programs:
+                self._remember(key, False)
 
     def _record(self, interface: Any, key: Hashable, tensors: Sequence[Tensor], call: Callable[[], object]) -> None:
         identities = [_identity(x) for x in tensors]
@@ -89,7 +92,11 @@ class Replay:
             finally:
                 for owner, cache in zip(owners, caches, strict=True):
                     owner.compile_cache = cache
-            self._programs[key] = _program_of(steps, identities, self._num_scratch, self._num_zeroed)
+        self._remember(key, _program_of(steps, identities, self._num_scratch, self._num_zeroed))
+
+    def _remember(self, key: Hashable, program: _Program | Literal[False] | None) -> None:
+        with _lock:
+            self._programs[key] = program
             while len(self._programs) > _MOST_PROGRAMS:
                 self._programs.popitem(last=False)
 

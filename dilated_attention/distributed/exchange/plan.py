@@ -133,21 +133,29 @@ class RingProblem:
         per_head = any(pattern.at(end - start).per_head for start, end in documents)
         edges = np.concatenate([*(np.arange(*document, pattern.k_block) for document in documents), [self.seq_len]])
         kept = np.zeros((self.size, self.num_kv_heads if per_head else 1, len(edges) + 1), dtype=bool)
-        blocks, digest, before = [0.0] * self.size, hashlib.sha256() if pattern.is_bound_to_process else None, 1
+        blocks, digest, before = np.zeros(self.size), hashlib.sha256() if pattern.is_bound_to_process else None, 1
         for document in documents:
             lists = self.lists_of(document)
-            starts, column = lists.row_starts.tolist(), before + lists.columns.cpu().numpy()
-            before += lists.num_columns
+            holds = np.zeros((self.size, 1, lists.num_rows), dtype=np.int32)
             for rank in range(self.size):
-                # a run's blocks of one head lie side by side
-                for group, (low, high) in itertools.product(range(lists.num_heads), self.query_blocks(rank, document)):
-                    first, last = starts[group * lists.num_rows + low], starts[group * lists.num_rows + high]
-                    kept[rank, group // ratio if lists.num_heads > 1 else slice(None), column[first:last]] = True
-                    blocks[rank] += (last - first) * self.num_heads / lists.num_heads
+                for low, high in self.query_blocks(rank, document):
+                    holds[rank, :, low:high] = 1
+            # where the lists are, since in a long sequence they are large: how many query blocks of a rank keep each key block
+            groups, columns, counts = lists.num_heads, lists.num_columns, lists.row_starts.diff()
+            of_rows = torch.from_numpy(holds).to(counts.device).expand(-1, groups, -1).flatten(1)
+            first = (torch.arange(groups, device=counts.device) * columns).repeat_interleave(lists.num_rows)
+            place = first.repeat_interleave(counts, output_size=lists.num_entries) + lists.columns
+            total = of_rows.new_zeros((self.size, groups * columns))
+            for sums, of_rank in zip(total, of_rows, strict=True):
+                sums.index_add_(0, place, of_rank.repeat_interleave(counts, output_size=lists.num_entries))
+            found = total.view(self.size, -1, ratio if groups > 1 else 1, columns).cpu().numpy()
+            kept[..., before : before + columns] = found.any(2)
+            blocks += found.sum((1, 2, 3)) * self.num_heads / groups
+            before += columns
             if digest is not None:
                 for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
                     digest.update(b"none" if x is None else x.cpu().numpy().tobytes())
-        pairs = max(blocks) * pattern.q_block * pattern.k_block
+        pairs = float(blocks.max()) * pattern.q_block * pattern.k_block
         return KeptBlocks(edges, kept, pairs, "" if digest is None else digest.hexdigest()[:16])
 
 

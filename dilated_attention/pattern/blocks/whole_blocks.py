@@ -309,6 +309,11 @@ class RandomBlocks(WholeBlocks):
         column = self.draw(grid, head, row, self.counts(grid, row), number)
         return group.expand_as(column).flatten(), row.expand_as(column).flatten(), column.flatten()
 
+    def entries(self, grid: Grid, heads: Heads) -> tuple[Blocks, Tensor, Tensor]:
+        # what is drawn is kept, so nothing is drawn a second time to ask
+        group, row, column = self.columns(grid, heads)
+        return (group, row, column), torch.ones_like(row, dtype=torch.bool), torch.zeros_like(row)
+
     def _drawing(self, head: Tensor) -> Tensor:
         return head if self.per_head else torch.zeros_like(head)
 
