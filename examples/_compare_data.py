@@ -38,6 +38,7 @@ class Text:
             part = cache.with_name(f"{cache.name}.{os.getpid()}")
             torch.save(self._read(None), part)
             part.replace(cache)
+        self.source: str
         self.source, parts = torch.load(cache) if folder is None else self._read(folder)
         self.parts = [part.to(device) for part in parts]
         self.data = hashlib.sha256(parts[0].numpy().tobytes()).hexdigest()[:16]
@@ -61,9 +62,9 @@ class Text:
                     package += f"\n# {name}\n".encode() + content
         total = sum(map(len, packages.values()))
         parts = [bytearray(), bytearray()]
-        for name, text in packages.items():
+        for package_name, text in packages.items():
             is_small = len(text) <= max(LARGEST_HELD_OUT * total, 2**16)
-            parts[is_small and hashlib.sha256(name.encode()).digest()[0] % HOLD_OUT == 0] += text
+            parts[is_small and hashlib.sha256(package_name.encode()).digest()[0] % HOLD_OUT == 0] += text
         if not all(parts):
             raise ValueError(f"{folders[0]} has {len(packages)} packages of text; expected so many that one in {HOLD_OUT} can be held out")
         source = f"{len(seen):,} files of {len(packages):,} Python packages"

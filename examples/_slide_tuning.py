@@ -61,7 +61,7 @@ class Tuning:
         with torch.no_grad():
             # W ((v - mean) / std) + b
             self.head.weight /= std
-            self.head.bias -= self.head.weight @ mean
+            self.head.bias.sub_(self.head.weight @ mean)
 
     def train_encoder(self, trainer: Trainer) -> None:
         self.model.train()

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 # threads that wait for each other sleep instead of spinning: five times faster where the cores are shared with other work
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -41,6 +42,7 @@ Row = tuple[str, float, float, float]
 
 def loss_of(model: LongNetLM, text: torch.Tensor, attention: nn.Module) -> torch.Tensor:
     """Bits per byte of texts (B, N + 1), with ``attention``, which has no weights, between the projections of every layer."""
+    block: Any
     for block in model.decoder.blocks:
         block.attention.attention = attention
     text = text.to(DEVICE)
@@ -87,7 +89,8 @@ def main() -> int:
                          rotary_base=1e6, device=DEVICE)  # fmt: skip
     assert isinstance(model, LongNetLM)
     # one segment of everything, at rate 1
-    dense = model.decoder.blocks[0].attention.attention
+    first: Any = model.decoder.blocks[0]
+    dense = first.attention.attention
     steps = train_on_document(model, lambda windows: loss_of(model, windows, dense), beginning, args)
     print(f"trained {steps} steps", flush=True)
     model.eval()

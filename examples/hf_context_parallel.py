@@ -44,7 +44,10 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
 
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_1B = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-SHAPES = {"tiny": {**TINY, "num_key_value_heads": 2}, "1b": {**LLAMA_1B, "num_key_value_heads": 8, "tie_word_embeddings": True}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {**TINY, "num_key_value_heads": 2},
+    "1b": {**LLAMA_1B, "num_key_value_heads": 8, "tie_word_embeddings": True},
+}
 WRAP = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 IS_GPU = torch.cuda.is_available()
 
@@ -53,7 +56,7 @@ def made(name: str, length: int) -> Any:
     if name not in SHAPES:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     torch.manual_seed(0)
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    ids: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name], **ids, max_position_embeddings=length), dtype=torch.float32)
 
 
@@ -102,12 +105,13 @@ def train(args: argparse.Namespace) -> None:
     if args.sharing == "ulysses":
         # which refuses batches without
         rows = [row | {"position_ids": torch.arange(args.context)} for row in rows]
+    shards: dict[str, Any] = {"fsdp": True, "fsdp_config": WRAP} if args.fsdp else {}
     settings = TrainingArguments(
         output_dir=str(args.out), max_steps=args.steps, per_device_train_batch_size=1, learning_rate=args.lr, logging_steps=1,
         save_strategy="no", report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True, ddp_find_unused_parameters=False,
         use_liger_kernel=args.liger,
         activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False, "offload": args.offload},
-        **({"fsdp": True, "fsdp_config": WRAP} if args.fsdp else {}), **sharing_of(args.sharing, int(os.environ.get("WORLD_SIZE", "1"))),
+        **shards, **sharing_of(args.sharing, int(os.environ.get("WORLD_SIZE", "1"))),
     )  # fmt: skip
     clock = Clock()
     trainer = Trainer(model=made(args.model, args.context + 64), args=settings, train_dataset=rows, callbacks=[clock])

@@ -42,10 +42,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def llama(attention: str, length: int) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
-    ids = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    config = LlamaConfig(**sizes, **ids, max_position_embeddings=length, attn_implementation=attention)
-    model = LlamaForCausalLM(config).to(DEVICE)
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    ids: dict[str, Any] = {"vocab_size": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    named: dict[str, Any] = {"attn_implementation": attention}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **ids, **named, max_position_embeddings=length))
+    model.to(DEVICE)
     # plain lists in the config, saved with the model
     configure(model, segment_lengths=SEGMENTS, dilation_rates=RATES)
     return model
@@ -74,16 +81,19 @@ def main() -> int:
         model.eval()
         with torch.no_grad():
             loss_of(model, end[:, :1025])
-            loss, seconds, before, peak = measured(lambda model=model: loss_of(model, end).item(), DEVICE)
-        found[name] = seconds, loss / math.log(2)
+            loss, seconds, before, peak = measured(functools.partial(loss_of, model, end), DEVICE)
+        found[name] = seconds, loss.item() / math.log(2)
         print(f"{name:<10} {steps:6d} {seconds:8.2f} {(peak - before) / 2**20:6.0f} {found[name][1]:10.3f}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="dilated").to(DEVICE).eval()
+        restored: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="dilated")
+        restored.to(DEVICE).eval()
     prompt = end[:, :-1].to(DEVICE)
     torch.manual_seed(0)
     written, seconds, *_ = measured(
-        lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.write, do_sample=True, temperature=0.7),
+        lambda: restored.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.write, do_sample=True, temperature=0.7
+        ),
         DEVICE,
     )
     print(f"\nit writes on, {args.write} bytes in {seconds:.1f} s: {bytes(written[0, prompt.shape[1] :].tolist())!r}")

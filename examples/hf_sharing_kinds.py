@@ -31,17 +31,22 @@ except ImportError as error:
 
 KINDS = ("plain", "window", "sinks", "packing", "left-padding", "odd")
 WINDOW, STARTS, PADDING = 64, (0, 200, 350), 100
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0, "layer_types": ["full_attention"] * 2}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.0,
+    "layer_types": ["full_attention"] * 2,
+}
 # of bfloat16
 NEAR = 0.02
 
 
 def model_of(kind: str) -> Any:
-    config = LlamaConfig(**SHAPE)
+    config: Any = LlamaConfig(**SHAPE)
     if kind == "window":
         config = MistralConfig(**SHAPE, sliding_window=WINDOW)
     if kind == "sinks":
@@ -108,10 +113,11 @@ def expected(kind: str, row: dict[str, torch.Tensor]) -> tuple[float, float]:
 def loss_of_trainer(kind: str, sharing: str, row: dict[str, torch.Tensor]) -> float:
     # before settings that let ZeRO's stage 3 shard whatever is made
     model = model_of(kind)
+    shards: dict[str, Any] = {"fsdp": True, "fsdp_config": WRAP} if sharing == "cp_size" else {}
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(), max_steps=1, per_device_train_batch_size=1, learning_rate=1e-9, logging_steps=1, save_strategy="no",
         report_to=[], use_cpu=not IS_GPU, bf16=IS_GPU, disable_tqdm=True,
-        **({"fsdp": True, "fsdp_config": WRAP} if sharing == "cp_size" else {}), **sharing_of(sharing, 2),
+        **shards, **sharing_of(sharing, 2),
     )  # fmt: skip
     trainer = Trainer(model=model, args=settings, train_dataset=[row] * 4)
     if sharing == "ours":

@@ -72,7 +72,7 @@ METHODS: dict[str, Family] = {
     "top-blocks": lambda n, share, x: TopBlocks(density=x / n, block_size=BLOCK),
     # from the share of two branches on, branches that grow slower come closer to the target
     "dilated": lambda n, share, x: DilatedPattern(*patterns.geometric_branches(n, x, 4 if share < 1 / 3 else 2)),
-    "dilated-near": lambda n, share, x: DilatedPattern([max(r, min(x * r, n)) for r in (1, 2, 4, 8)], (1, 2, 4, 8)),
+    "dilated-near": lambda n, share, x: DilatedPattern(tuple(max(r, min(x * r, n)) for r in (1, 2, 4, 8)), (1, 2, 4, 8)),
 }
 
 
@@ -113,7 +113,8 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     place, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **file)
-        model: Any = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, **file).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, **file)
+        model.to(device).eval()
     except (OSError, ValueError) as error:
         raise SystemExit(f"--model {path} cannot be loaded: {error}") from error
     # model.to(dtype) would also cast the frequencies of rotary embeddings, which 16 bits are too few for

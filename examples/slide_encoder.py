@@ -15,6 +15,7 @@ Last line: ``done: slides of … tiles, step of … s``
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -165,7 +166,7 @@ def main() -> int:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {DEVICE}, {'float32' if DEVICE == 'cpu' else 'bfloat16 autocast'}")
     for tiles in args.tiles:
         slide = make_slide(tiles, seed=7, lesion=True)
-        (vector, weights), seconds, _, peak = measured(lambda slide=slide: embed(model, slide), DEVICE)
+        (vector, weights), seconds, _, peak = measured(functools.partial(embed, model, slide), DEVICE)
         print(f"{tiles} tiles: vector of norm {vector.norm():.2f} and the class token's attention in {told(seconds, peak)}", flush=True)
         panels = {"row by row": weights}
         if args.orders:

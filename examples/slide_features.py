@@ -201,9 +201,9 @@ def main() -> int:
             # of all folds
             trainer.run = args.out
             return trainer.report_stop()
-        results, held_out = report(tuning, trainer)
+        results, of_fold_tested = report(tuning, trainer)
         runs.append(results)
-        tested.append(held_out)
+        tested.append(of_fold_tested)
     return summarise(args, slides, runs, tested)
 
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # threads that wait for each other sleep instead of spinning: five times faster where the cores are shared with other work
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -62,7 +63,7 @@ def arguments() -> tuple[settings.Parser, argparse.Namespace]:
 def build(args: argparse.Namespace, processes: Processes | None) -> LongNetLM:
     """The model over processes, or with None that of one process."""
     given = {"num_layers": args.layers, "embed_dim": args.embed_dim, "num_heads": args.heads}
-    options: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if bool(args.segment_lengths) != bool(args.dilation_rates):
         one, other = ("dilation-rates", "segment-lengths") if args.dilation_rates else ("segment-lengths", "dilation-rates")
         raise ValueError(f"--{one} is given and --{other} is not; give both, one rate for each segment, or neither")
@@ -166,7 +167,7 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
         if model.config.kind == "dilated":
             pictures += " and pattern.png (segments at a 16th)"
             # drawn with segments a 16th as long: at full length one segment would fill a legible picture
-            segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
+            segments = tuple(max(w // 16, r) for w, r in model.config.pattern.branches)
             drawn = DilatedPattern(segments, model.config.dilation_rates)
             drawn.show(256, min(model.config.num_heads, 4), is_causal=True, path=str(run / "pattern.png"))
     prompt = sample[0, :64].tolist() if args.data else list(b"def read_lines(path, encoding='utf-8'):\n    ")

@@ -245,14 +245,14 @@ def _on_tiles(problem: Problem, library: str, request: AttentionRequest) -> tupl
     if not prepare.runs_on_tiles(*call, problem.batch_size, library):
         return None
     kernels_ms = prepare.tiles_ms(*call, problem.batch_size) - prepare.TILES_CALL_MS
-    scale, source = _scaled(problem, "the engine's estimate of a whole call on tiles, measured on an H200")
+    scale, source = _scaled(problem, "H200", "the engine's estimate of a whole call on tiles, measured on an H200")
     return kernels_ms * 1e-3 / scale, source
 
 
-def _scaled(problem: Problem, source: str) -> tuple[float, str]:
-    """Returns (the factor of rates of this source on the problem's machine, the source with it): of what was measured on an H200 the ratio
-    of the peaks."""
-    peak, measured = problem.machine.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype) if "H200" in source else None
+def _scaled(problem: Problem, device: str, source: str) -> tuple[float, str]:
+    """Returns (the factor of rates measured on ``device`` on the problem's machine, the source with it): of an H200's the ratio of the
+    peaks."""
+    peak, measured = problem.machine.peak(problem.dtype), GPUS["H200 SXM"].peak(problem.dtype) if "H200" in device else None
     scale = peak / measured if peak and measured else 1.0
     return scale, source + (f", times the ratio of peaks, {scale:.2f}" if scale != 1 else "")
 
@@ -262,7 +262,7 @@ def _rate_of(problem: Problem, backend: str, request: AttentionRequest) -> tuple
     gpu, dtype, is_dense = problem.machine, str(problem.dtype).removeprefix("torch."), problem.computes != "block_sparse"
     peak, table, tflops = gpu.peak(dtype), rates.table_of(problem.hardware.architecture), rates.rate_of(backend, request)
     if table is not None and tflops is not None:
-        scale, source = _scaled(problem, f"the shipped table of {table.device}, {table.date}")
+        scale, source = _scaled(problem, table.device, f"the shipped table of {table.device}, {table.date}")
         return tflops * 1e12 * scale * (_SUSTAINED if is_dense and not gpu.is_cpu else 1.0), source
     if gpu.is_cpu:
         # tables of a CPU hold dense problems, of which dense and dilated calls consist

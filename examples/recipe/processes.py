@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class Processes:
             mesh = dist.init_device_mesh(self.device.type, (self.rows, context_parallel), mesh_dim_names=("dp", "cp"))
             self.axis = mesh["cp"]
 
-    def model_options(self) -> dict[str, object]:
+    def model_options(self) -> dict[str, Any]:
         """For ``create_model``."""
         return {} if self.axis is None else {"mesh": self.axis, "layout": self.layout}
 
@@ -80,7 +81,9 @@ class Processes:
             return DistributedDataParallel(model, find_unused_parameters=self.device.type == "cpu")
         for block in model.decoder.blocks:
             fully_shard(block)
-        return fully_shard(model)
+        # changes the model's class
+        fully_shard(model)
+        return model
 
     def accumulate(self, model: torch.nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
         """The block around a forward and backward: gradients are averaged over processes by the last backward of a step only."""
@@ -98,6 +101,6 @@ class Processes:
         dist.all_reduce(summed)
         return summed.tolist()
 
-    def weights(self, model: LongNetLM) -> dict[str, torch.Tensor]:
+    def weights(self, model: torch.nn.Module) -> dict[str, Any]:
         """The whole state dict, on every process; all must ask."""
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
