@@ -85,9 +85,8 @@ def main() -> int:
     beginning, end = read_document(args)
     torch.manual_seed(0)
     # slow rotations let contents be compared over long distances
-    model = create_model("longnet-tiny", num_layers=2, embed_dim=64, num_heads=2, segment_lengths=(args.context,), dilation_rates=(1,),
-                         rotary_base=1e6, device=DEVICE)  # fmt: skip
-    assert isinstance(model, LongNetLM)
+    model: LongNetLM = create_model("longnet-tiny", num_layers=2, embed_dim=64, num_heads=2, segment_lengths=(args.context,),
+                                    dilation_rates=(1,), rotary_base=1e6, device=DEVICE)  # fmt: skip
     # one segment of everything, at rate 1
     first: Any = model.decoder.blocks[0]
     dense = first.attention.attention

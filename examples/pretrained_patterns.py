@@ -72,7 +72,7 @@ METHODS: dict[str, Family] = {
     "top-blocks": lambda n, share, x: TopBlocks(density=x / n, block_size=BLOCK),
     # from the share of two branches on, branches that grow slower come closer to the target
     "dilated": lambda n, share, x: DilatedPattern(*patterns.geometric_branches(n, x, 4 if share < 1 / 3 else 2)),
-    "dilated-near": lambda n, share, x: DilatedPattern(tuple(max(r, min(x * r, n)) for r in (1, 2, 4, 8)), (1, 2, 4, 8)),
+    "dilated-near": lambda n, share, x: DilatedPattern([max(r, min(x * r, n)) for r in (1, 2, 4, 8)], (1, 2, 4, 8)),
 }
 
 

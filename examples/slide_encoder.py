@@ -22,7 +22,6 @@ import os
 import sys
 import textwrap
 from pathlib import Path
-from typing import cast
 
 # threads that wait for each other sleep instead of spinning
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -162,7 +161,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = cast(SlideEncoder, create_model("gigapath-12l768d", num_layers=args.layers, device=DEVICE).eval())
+    model: SlideEncoder = create_model("gigapath-12l768d", num_layers=args.layers, device=DEVICE).eval()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {DEVICE}, {'float32' if DEVICE == 'cpu' else 'bfloat16 autocast'}")
     for tiles in args.tiles:
         slide = make_slide(tiles, seed=7, lesion=True)

@@ -167,7 +167,7 @@ def report(args: argparse.Namespace, trainer: Trainer, bits: float, valid_text: 
         if model.config.kind == "dilated":
             pictures += " and pattern.png (segments at a 16th)"
             # drawn with segments a 16th as long: at full length one segment would fill a legible picture
-            segments = tuple(max(w // 16, r) for w, r in model.config.pattern.branches)
+            segments = [max(w // 16, r) for w, r in model.config.pattern.branches]
             drawn = DilatedPattern(segments, model.config.dilation_rates)
             drawn.show(256, min(model.config.num_heads, 4), is_causal=True, path=str(run / "pattern.png"))
     prompt = sample[0, :64].tolist() if args.data else list(b"def read_lines(path, encoding='utf-8'):\n    ")

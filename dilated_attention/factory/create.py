@@ -60,7 +60,7 @@ def create_attention(kind: str, **config: Any) -> nn.Module:
     return KINDS[kind](**config)
 
 
-def create_model(preset: str, *, context_length: int | None = None, **overrides: Any) -> Pretrained:
+def create_model(preset: str, *, context_length: int | None = None, **overrides: Any) -> Any:
     """Creates a model from its preset, with fields of its configuration replaced.
 
     Args:
@@ -77,7 +77,8 @@ def create_model(preset: str, *, context_length: int | None = None, **overrides:
             drop the bases that they do not have. Fewer layers than a preset's list has entries take the first of them.
 
     Returns:
-        The model with freshly initialised parameters, in training mode. ``model.summary()`` gives its size and reach.
+        The model with freshly initialised parameters, in training mode; to a type checker Any, since its class follows from the preset.
+        ``model.summary()`` gives its size and reach.
 
     Raises:
         ValueError: an unknown preset, or a configuration that cannot be built; a context_length where attention is not dilated, or with

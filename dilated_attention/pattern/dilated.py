@@ -55,9 +55,10 @@ class DilatedPattern(Pattern):
     N, w and r are arbitrary.
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    head_offsets: str | Offsets = "cyclic"
+    # stored as tuples
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    head_offsets: str | Sequence[Sequence[int]] = "cyclic"
     branch_heads: str = "all"
     tail: str = "mask"
 
@@ -141,7 +142,7 @@ class DilatedPattern(Pattern):
         assert not isinstance(self.head_offsets, str)
         if len(self.head_offsets[0]) != num_heads:
             raise ValueError(f"head_offsets has {len(self.head_offsets[0])} integers per branch for {num_heads} heads; give one per head")
-        return self.head_offsets
+        return tuple(map(tuple, self.head_offsets))
 
     def with_branches(self, branches: Sequence[int], num_heads: int) -> DilatedPattern:
         """Returns the pattern of the branches with these indices, for ``num_heads`` heads, all of which must run them."""

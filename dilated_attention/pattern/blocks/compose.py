@@ -45,7 +45,7 @@ from dilated_attention.pattern.checks import one_of
 class _Composite(BlockPattern):
     """A pattern composed of ``parts`` with the same block size."""
 
-    parts: tuple[BlockPattern, ...]
+    parts: Sequence[BlockPattern]
     block_size: int | tuple[int, int] = field(init=False, repr=False, compare=False)
 
     # of two parts: whether both together keep a pair, from whether each keeps it; and a block's state, from its states in each
@@ -81,7 +81,7 @@ class _Composite(BlockPattern):
 
     @property
     def _parts(self) -> tuple[BlockPattern, ...]:  # type: ignore[override]
-        return self.parts
+        return tuple(self.parts)
 
     @property
     def per_head(self) -> bool:
@@ -108,7 +108,7 @@ class _Composite(BlockPattern):
     @property
     def distinct_parts(self) -> tuple[BlockPattern, ...]:
         """The parts that ``allowed`` and ``mask_mod`` evaluate. ``PerHead`` evaluates a pattern of several heads once."""
-        return self.parts
+        return tuple(self.parts)
 
     def combined(self, kept: list[Tensor], heads: Tensor) -> Tensor:
         """Returns ``allowed`` of the whole pattern from that of each of ``distinct_parts``."""

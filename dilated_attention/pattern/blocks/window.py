@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -127,7 +128,7 @@ class Document(IntervalPattern):
         lengths: number of positions of each document; they sum to N.
     """
 
-    lengths: tuple[int, ...]
+    lengths: Sequence[int]
 
     def __post_init__(self) -> None:
         super().__post_init__()
