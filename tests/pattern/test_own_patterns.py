@@ -75,6 +75,23 @@ def test_a_derived_class_whose_heads_differ(base: BlockPattern) -> None:
     torch.testing.assert_close(block_sparse_attention(Q, K, V, pattern), by_hand(mask))
 
 
+@pytest.mark.parametrize("base", [base for base in BASES if isinstance(base, WholeBlocks)], ids=lambda base: type(base).__name__)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_derived_class_whose_blocks_differ(base: BlockPattern, is_causal: bool) -> None:
+    class SomeBlocks(type(base)):  # type: ignore[misc]
+        def keeps(self, grid: Any, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return (super().keeps(grid, head, row, column) & (column % 2 == 0)) | (column == row - 3)
+
+    class MoreListed(type(base)):  # type: ignore[misc]
+        def columns(self, grid: Any, heads: Any) -> Any:
+            # more blocks than it keeps
+            return BlockPattern.columns(self, grid, heads)
+
+    for pattern in (SomeBlocks(**base.arguments()), MoreListed(**base.arguments())):
+        out = block_sparse_attention(Q, K, V, pattern, is_causal=is_causal)
+        torch.testing.assert_close(out, by_hand(pattern.dense_mask(N, N, H, is_causal=is_causal)))
+
+
 def test_a_field_may_have_any_name_of_ones_own() -> None:
     @dataclass(frozen=True)
     class Parts(BlockPattern):
