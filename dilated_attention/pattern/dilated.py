@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,12 +55,18 @@ class DilatedPattern(Pattern):
     N, w and r are arbitrary.
     """
 
-    # stored as tuples
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
-    head_offsets: str | Sequence[Sequence[int]] = "cyclic"
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    head_offsets: str | Offsets = "cyclic"
     branch_heads: str = "all"
     tail: str = "mask"
+
+    if TYPE_CHECKING:
+        # lists are stored as tuples
+        def __init__(
+            self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], head_offsets: str | Sequence[Sequence[int]] = "cyclic",
+            branch_heads: str = "all", tail: str = "mask",
+        ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
         lengths = as_int_tuple("segment_lengths", self.segment_lengths, minimum=1, maximum=MAX_LENGTH)
@@ -142,7 +148,7 @@ class DilatedPattern(Pattern):
         assert not isinstance(self.head_offsets, str)
         if len(self.head_offsets[0]) != num_heads:
             raise ValueError(f"head_offsets has {len(self.head_offsets[0])} integers per branch for {num_heads} heads; give one per head")
-        return tuple(map(tuple, self.head_offsets))
+        return self.head_offsets
 
     def with_branches(self, branches: Sequence[int], num_heads: int) -> DilatedPattern:
         """Returns the pattern of the branches with these indices, for ``num_heads`` heads, all of which must run them."""

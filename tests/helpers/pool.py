@@ -18,6 +18,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -130,6 +131,9 @@ class Pool:
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._owner = os.getpid()
+        self._watch: subprocess.Popen[bytes] | None = None
+        # before multiprocessing's own, which waits for processes that stand still
+        atexit.register(self.close)
 
     @property
     def on_gpus(self) -> bool:
@@ -151,8 +155,8 @@ class Pool:
         """
         if not self.processes:
             self._open()
-        self._signal(signal.SIGCONT)
         task = pickle.dumps((function, args))
+        self._signal(signal.SIGCONT)
         for rank, pipe in enumerate(self._pipes):
             try:
                 pipe.send_bytes(task)
@@ -188,8 +192,8 @@ class Pool:
         return [results[rank] for rank in range(self.world)]
 
     def _signal(self, signal_: signal.Signals) -> None:
-        """Between cases, processes stand still: each group that gloo has made keeps a thread that wakes a hundred times a second, and the
-        hundreds of them that idle pools have took a quarter of two cores."""
+        """Between cases, processes over gloo stand still: each group that it has made keeps a thread that wakes a hundred times a second,
+        and the hundreds of them that idle pools have took a quarter of two cores."""
         if not self.on_gpus:
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -199,6 +203,10 @@ class Pool:
         if self._owner != os.getpid():
             # a forked child, whose exit runs what its parent registered
             return
+        if self._watch is not None:
+            self._watch.kill()
+            self._watch.communicate()
+            self._watch = None
         for process in self.processes:
             # with what it started, such as compilers; a process that is still starting has no group of its own yet
             with contextlib.suppress(ProcessLookupError):
@@ -235,6 +243,10 @@ class Pool:
         except EOFError:
             self.close()
             raise PoolError("rank 0 died before it served a store; its output tells why") from None
+        if not self.on_gpus:
+            # processes that stand still do not see that this one has been killed: a shell reads the end of a pipe, and ends them
+            kill = ["sh", "-c", 'read _; kill -9 "$@"', "sh", *(str(process.pid) for process in self.processes)]
+            self._watch = subprocess.Popen(kill, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         for rank in ranks:
@@ -286,6 +298,4 @@ def _serve(rank: int, world: int, backend: str, bound: bool, pipe: Connection, f
 @functools.cache
 def pool_of(world: int, backend: str = "gloo", bound: bool = False) -> Pool:
     """The pool of this many processes, one per test process, made when first run."""
-    pool = Pool(world, backend, bound=bound)
-    atexit.register(pool.close)
-    return pool
+    return Pool(world, backend, bound=bound)

@@ -148,7 +148,7 @@ class RingProblem:
             total = of_rows.new_zeros((self.size, groups * columns))
             for sums, of_rank in zip(total, of_rows, strict=True):
                 sums.index_add_(0, place, of_rank.repeat_interleave(counts, output_size=lists.num_entries))
-            found = total.view(self.size, -1, ratio if groups > 1 else 1, columns).cpu().numpy()
+            found = total.view(self.size, max(1, groups // ratio), ratio if groups > 1 else 1, columns).cpu().numpy()
             kept[..., before : before + columns] = found.any(2)
             blocks += found.sum((1, 2, 3)) * self.num_heads / groups
             before += columns

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -128,7 +129,11 @@ class Document(IntervalPattern):
         lengths: number of positions of each document; they sum to N.
     """
 
-    lengths: Sequence[int]
+    lengths: tuple[int, ...]
+
+    if TYPE_CHECKING:
+        # a list is stored as a tuple
+        def __init__(self, lengths: Sequence[int], *, block_size: int | tuple[int, int] = 128) -> None: ...
 
     def __post_init__(self) -> None:
         super().__post_init__()
