@@ -9,7 +9,7 @@ import json
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,12 +45,9 @@ from dilated_attention.pattern.checks import one_of
 class _Composite(BlockPattern):
     """A pattern composed of ``parts`` with the same block size."""
 
-    parts: tuple[BlockPattern, ...]
+    # stored as a tuple
+    parts: Sequence[BlockPattern]
     block_size: int | tuple[int, int] = field(init=False, repr=False, compare=False)
-
-    if TYPE_CHECKING:
-        # a list is stored as a tuple
-        def __init__(self, parts: Sequence[BlockPattern]) -> None: ...
 
     # of two parts: whether both together keep a pair, from whether each keeps it; and a block's state, from its states in each
     join: ClassVar[Callable[..., Tensor]]
@@ -85,7 +82,7 @@ class _Composite(BlockPattern):
 
     @property
     def _parts(self) -> tuple[BlockPattern, ...]:  # type: ignore[override]
-        return self.parts
+        return tuple(self.parts)
 
     @property
     def per_head(self) -> bool:
@@ -112,7 +109,7 @@ class _Composite(BlockPattern):
     @property
     def distinct_parts(self) -> tuple[BlockPattern, ...]:
         """The parts that ``allowed`` and ``mask_mod`` evaluate. ``PerHead`` evaluates a pattern of several heads once."""
-        return self.parts
+        return tuple(self.parts)
 
     def combined(self, kept: list[Tensor], heads: Tensor) -> Tensor:
         """Returns ``allowed`` of the whole pattern from that of each of ``distinct_parts``."""
