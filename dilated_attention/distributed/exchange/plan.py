@@ -136,21 +136,21 @@ class RingProblem:
         blocks, digest, before = np.zeros(self.size), hashlib.sha256() if pattern.is_bound_to_process else None, 1
         for document in documents:
             lists = self.lists_of(document)
-            holds = np.zeros((self.size, 1, lists.num_rows), dtype=np.int32)
+            has_row = np.zeros((self.size, 1, lists.num_rows), dtype=np.int32)
             for rank in range(self.size):
                 for low, high in self.query_blocks(rank, document):
-                    holds[rank, :, low:high] = 1
-            # where the lists are, since in a long sequence they are large: how many query blocks of a rank keep each key block
-            groups, columns, counts = lists.num_heads, lists.num_columns, lists.row_starts.diff()
-            of_rows = torch.from_numpy(holds).to(counts.device).expand(-1, groups, -1).flatten(1)
-            first = (torch.arange(groups, device=counts.device) * columns).repeat_interleave(lists.num_rows)
-            place = first.repeat_interleave(counts, output_size=lists.num_entries) + lists.columns
-            total = of_rows.new_zeros((self.size, groups * columns))
-            for sums, of_rank in zip(total, of_rows, strict=True):
-                sums.index_add_(0, place, of_rank.repeat_interleave(counts, output_size=lists.num_entries))
-            found = total.view(self.size, max(1, groups // ratio), ratio if groups > 1 else 1, columns).cpu().numpy()
-            kept[..., before : before + columns] = found.any(2)
-            blocks += found.sum((1, 2, 3)) * self.num_heads / groups
+                    has_row[rank, :, low:high] = 1
+            # how many query blocks of a rank keep each key block: counted where the lists are, since in a long sequence they are large
+            groups, columns, lengths = lists.num_heads, lists.num_columns, lists.row_starts.diff()
+            has_list = torch.from_numpy(has_row).to(lengths.device).expand(-1, groups, -1).flatten(1)
+            group_start = (torch.arange(groups, device=lengths.device) * columns).repeat_interleave(lists.num_rows)
+            column = group_start.repeat_interleave(lengths, output_size=lists.num_entries) + lists.columns
+            keepers = has_list.new_zeros((self.size, groups * columns))
+            for of_rank, has in zip(keepers, has_list, strict=True):
+                of_rank.index_add_(0, column, has.repeat_interleave(lengths, output_size=lists.num_entries))
+            counts = keepers.view(self.size, max(1, groups // ratio), ratio if groups > 1 else 1, columns).cpu().numpy()
+            kept[..., before : before + columns] = counts.any(2)
+            blocks += counts.sum((1, 2, 3)) * self.num_heads / groups
             before += columns
             if digest is not None:
                 for x in (lists.row_starts, lists.columns, lists.masks, lists.bits):
