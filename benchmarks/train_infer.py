@@ -108,8 +108,7 @@ def model_of(preset: str, kind: str, **options: Any) -> LongNetLM:
     }
     # XPOS overflows bfloat16 in long contexts, and the other positions take the same time
     is_xpos = getattr(MODEL_PRESETS[preset], "positions", "") == "xpos"
-    model: LongNetLM = create_model(preset, **kinds[kind] | ({"positions": "rotary"} if is_xpos else {}) | options)
-    return model
+    return create_model(preset, **kinds[kind] | ({"positions": "rotary"} if is_xpos else {}) | options)
 
 
 def _narrow(preset: str) -> dict[str, Any]:

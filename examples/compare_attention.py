@@ -138,8 +138,7 @@ class Run:
         entries = attention_of(args.attention, args.context, args.heads, args.layers)
         options: dict[str, Any] = {"checkpoint_activations": args.checkpoint, "backend": args.backend, "device": device}
         base = settings.rotary_base(args.context)
-        model: LongNetLM = create_model("longnet-50m", attention=entries, rotary_base=base, **shape, **tokens, **options)
-        return model
+        return create_model("longnet-50m", attention=entries, rotary_base=base, **shape, **tokens, **options)
 
     def tokens(self, progress: float) -> int:
         """Of a sequence; while sequences are shorter than --tokens and --context, several stand for one, so that a step has --tokens."""

@@ -322,15 +322,14 @@ def _tables(lists: BlockLists, of_columns: bool, together: int) -> Iterator[Bloc
             other, shape = others.index_select(0, entry), (B, last - first, end - start)
             if masks is None:
                 # to look for masked blocks would wait for the GPU
-                partial, full = (
-                    _side(row[:0], other[:0], torch.zeros_like(begins), shape, most),
-                    _side(row, other, ends - begins, shape, most),
-                )
+                sides = [(row[:0], other[:0], torch.zeros_like(begins)), (row, other, ends - begins)]
             else:
                 whole = masks.index_select(0, entry) < 0
-                parts = (kept.nonzero()[:, 0] for kept in (~whole, whole))
-                rows = ((row.index_select(0, part), other.index_select(0, part)) for part in parts)
-                partial, full = (_side(*some, torch.bincount(some[0], minlength=len(begins)), shape, most) for some in rows)
+                parts = [kept.nonzero()[:, 0] for kept in (~whole, whole)]
+                rows = [row.index_select(0, part) for part in parts]
+                counts = [torch.bincount(some, minlength=len(begins)) for some in rows]
+                sides = [*zip(rows, [other.index_select(0, part) for part in parts], counts, strict=True)]
+            partial, full = (_side(*side, shape, most) for side in sides)
             yield BlockTable((first, last), start, end, partial, full)
 
 

@@ -56,7 +56,10 @@ _numbers = itertools.count(1)
 redefined_classes: list[str] = []
 # a method that defines a pattern → what says the same faster, or promises something of it
 _ALL_FORMS = "columns", "classify", "entries", "interval", "mask_mod", "causal", "at", "is_prefix_stable"
-_FORMS = {"allowed": _ALL_FORMS, "keeps": ("columns", "is_prefix_stable"), "reach": ("mask_mod", "causal", "is_prefix_stable")}
+_FORMS = {
+    "allowed": _ALL_FORMS, "keeps": ("columns", "entries", "is_prefix_stable"), "reach": ("mask_mod", "causal", "is_prefix_stable"),
+    "columns": ("entries",), "classify": ("entries",),
+}  # fmt: skip
 # one of ``BlockPattern.limits``
 SEED = "seed", 0, 2**62 - 1
 

@@ -109,7 +109,7 @@ class _Composite(BlockPattern):
     @property
     def distinct_parts(self) -> tuple[BlockPattern, ...]:
         """The parts that ``allowed`` and ``mask_mod`` evaluate. ``PerHead`` evaluates a pattern of several heads once."""
-        return tuple(self.parts)
+        return self._parts
 
     def combined(self, kept: list[Tensor], heads: Tensor) -> Tensor:
         """Returns ``allowed`` of the whole pattern from that of each of ``distinct_parts``."""

@@ -310,9 +310,6 @@ class RandomBlocks(WholeBlocks):
         return group.expand_as(column).flatten(), row.expand_as(column).flatten(), column.flatten()
 
     def entries(self, grid: Grid, heads: Heads) -> tuple[Blocks, Tensor, Tensor]:
-        if type(self) is not RandomBlocks:
-            # a derived class may keep other blocks
-            return super().entries(grid, heads)
         # what is drawn is kept, so nothing is drawn a second time to ask
         group, row, column = self.columns(grid, heads)
         return (group, row, column), torch.ones_like(row, dtype=torch.bool), torch.zeros_like(row)
